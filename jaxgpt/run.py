@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -28,6 +29,7 @@ from jaxgpt.runs.directory import RunMetadata, find_run, load_run_tokenizer, rea
 from jaxgpt.runs.pretrained import restore_merged_params
 from jaxgpt.sample import Decoding, Sampling
 from jaxgpt.sample.engine import iter_text, join_texts, stream
+from jaxgpt.sample.grammar import Grammar, compile_grammar
 from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.sample.score import LogLikelihood, Score, loglikelihood, score_texts
 from jaxgpt.sample.search import speculate
@@ -98,13 +100,20 @@ class Run:
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
+        typical_p: float | None = None,
         repetition_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        presence_penalty: float | None = None,
+        logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = (),
         greedy: bool = False,
         stop: Sequence[str] = (),
         chat: bool = False,
         cache_dtype: Precision | None = None,
         slots: int | None = None,
         draft: Run | None = None,
+        schema: dict[str, Any] | None = None,
+        regex: str | None = None,
+        choices: Sequence[str] | None = None,
     ) -> str | list[str]:
         """Return the completion of a prompt, without the prompt, or a list of completions of a list of prompts.
 
@@ -115,7 +124,8 @@ class Run:
         See `Sampling` for `temperature` to `greedy`; no temperature means the experiment's `train.sample_temperature`.
         See `generate` for `cache_dtype` and `slots`. With `chat` each prompt is a user's turn, and the completion the assistant's.
         With a `draft`, a smaller run with the same tokenizer, decoding is speculative (see `speculate`): a seed gives
-        another completion, of the same distribution.
+        another completion, of the same distribution. `schema` (of JSON), `regex` or `choices` say what the completion
+        must match: see `compile_grammar`.
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         if not prompts:
@@ -125,11 +135,16 @@ class Run:
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
+            typical_p=typical_p,
             repetition_penalty=repetition_penalty,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
+            logit_bias=tuple(dict(logit_bias).items()),
             greedy=greedy,
         )
         key, every = jax.random.key(check_count("seed", seed, 0, 2**32 - 1)), STOP_STRINGS_EVERY if stop else None
-        decoding = self._decoding(max_new_tokens, sampling, chat, cache_dtype, slots)
+        grammar = compile_grammar(self.tokenizer, schema=schema, regex=regex, choices=choices)
+        decoding = self._decoding(max_new_tokens, sampling, chat, cache_dtype, slots, grammar)
         ids = self.prompt_format.encode(prompts, chat)
         if draft is None:
             batches = stream(*self.decode_params, ids, decoding, key=key, every=every)
@@ -154,13 +169,20 @@ class Run:
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
+        typical_p: float | None = None,
         repetition_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        presence_penalty: float | None = None,
+        logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = (),
         greedy: bool = False,
         stop: Sequence[str] = (),
         chat: bool = False,
         cache_dtype: Precision | None = None,
         slots: int | None = None,
         draft: Run | None = None,
+        schema: dict[str, Any] | None = None,
+        regex: str | None = None,
+        choices: Sequence[str] | None = None,
     ) -> Iterator[str]:
         """Yield the completion that `sample` returns, in pieces as they are generated.
 
@@ -172,11 +194,16 @@ class Run:
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
+            typical_p=typical_p,
             repetition_penalty=repetition_penalty,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
+            logit_bias=tuple(dict(logit_bias).items()),
             greedy=greedy,
         )
         key = jax.random.key(check_count("seed", seed, 0, 2**32 - 1))
-        decoding = self._decoding(max_new_tokens, sampling, chat, cache_dtype, slots)
+        grammar = compile_grammar(self.tokenizer, schema=schema, regex=regex, choices=choices)
+        decoding = self._decoding(max_new_tokens, sampling, chat, cache_dtype, slots, grammar)
         ids = self.prompt_format.encode([prompt], chat)
         if draft is None:
             batches = stream(*self.decode_params, ids, decoding, key=key, every=every)
@@ -220,7 +247,13 @@ class Run:
         return PromptFormat(self.metadata, self.tokenizer)
 
     def _decoding(
-        self, max_new_tokens: int, sampling: Sampling, chat: bool, cache_dtype: Precision | None, slots: int | None
+        self,
+        max_new_tokens: int,
+        sampling: Sampling,
+        chat: bool,
+        cache_dtype: Precision | None,
+        slots: int | None,
+        grammar: Grammar | None,
     ) -> Decoding:
         """Return the options of decoding, with the experiment's temperature where none is given."""
         if sampling.temperature is None:
@@ -233,6 +266,7 @@ class Run:
             vocab_size=self.tokenizer.vocab_size,
             cache_dtype=cache_dtype,
             slots=slots,
+            grammar=grammar,
         )
 
     def _speculate(

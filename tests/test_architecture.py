@@ -56,6 +56,7 @@ HOMES = {
     "grain": ["data.pipeline"],
     "tokenizers": ["data.tokenizer"],
     "jinja2": ["data.template"],
+    "llguidance": ["sample.grammar"],
     "matplotlib": ["interventions.analyses", "runs.metrics", "tools.sweep"],
     "filelock": ["runs.directory"],
     "safetensors": ["hf.weights"],
@@ -190,21 +191,21 @@ def test_only_the_command_line_prints():
 
 # The most lines of Python of each part, all of it counted. A part that shrinks takes its number down with it.
 BUDGET = {
-    "the flat files": 2_050,
+    "the flat files": 2_080,
     "config": 1_080,
     "layers": 1_100,
     "parallel": 1_640,
     "data": 1_940,
-    "sample": 2_070,
+    "sample": 2_430,
     "runs": 2_080,
     "hf": 1_280,
     "gguf": 680,
     "interventions": 890,
-    "serve": 1_280,
-    "cli": 1_050,
+    "serve": 1_390,
+    "cli": 1_070,
     "tools": 3_860,
-    "all of jaxgpt": 20_940,
-    "tests": 23_210,
+    "all of jaxgpt": 21_470,
+    "tests": 23_610,
 }
 FILES = 130  # of the package
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import sys
+from pathlib import Path
 from typing import Any
 
 from jaxgpt.cli.commands import open_run
 from jaxgpt.cli.console import Result, say
 from jaxgpt.config import MAX_NEW_TOKENS, Precision
 from jaxgpt.config.validate import Count, Size
+from jaxgpt.files import read_json
 from jaxgpt.runs.directory import find_run
 from jaxgpt.sample import Sampling
+
+LARGEST_SCHEMA = 2**20  # bytes
 
 
 def sample(
@@ -24,6 +28,9 @@ def sample(
     num_samples: Count = 1,
     sampling: Sampling = Sampling(),  # noqa: B008, it is frozen
     stop: tuple[str, ...] = (),
+    schema: str | None = None,
+    regex: str | None = None,
+    choice: tuple[str, ...] = (),
     seed: int = 0,
     draft: str | None = None,
     weights: Precision | None = None,
@@ -41,6 +48,9 @@ def sample(
         num_samples: completions to generate
         sampling: how to draw the next token
         stop: end before this text
+        schema: a file with a JSON schema that the text must match; None: any text
+        regex: an expression, in Rust's syntax, that the whole text must match; None: any text
+        choice: a text that it may be; give the option for each
         seed: the same seed gives the same text
         draft: run directory of a smaller model with the same tokenizer, for speculative decoding; None: without it
         slots: samples to generate together; as many as a server has give its bits; None: all
@@ -53,7 +63,8 @@ def sample(
     from jaxgpt.run import load
 
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": stop, "seed": seed, "chat": chat}
-    options |= {"cache_dtype": cache_dtype, "slots": slots, **vars(sampling)}
+    options |= {"cache_dtype": cache_dtype, "slots": slots, "regex": regex, "choices": choice or None, **vars(sampling)}
+    options["schema"] = read_json(Path(schema), LARGEST_SCHEMA) if schema else None
     options["draft"] = load(draft).for_decoding(weights) if draft else None
     if not (chat or prompt):
         say(f"no prompt: starting from {find_start_token(model.tokenizer)[1]}")

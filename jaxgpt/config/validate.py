@@ -139,8 +139,9 @@ def _is_a(value: Any, hint: Any) -> bool:
         return isinstance(value, str) and value in arguments
     if origin in (Union, types.UnionType):
         return any(_is_a(value, h) for h in arguments)
-    if origin is tuple:  # of any length
-        return isinstance(value, tuple) and all(_is_a(item, arguments[0]) for item in value)
+    if origin is tuple:
+        hints = arguments[:1] * len(value) if arguments[-1] is ... and isinstance(value, tuple) else arguments
+        return isinstance(value, tuple) and len(value) == len(hints) and all(map(_is_a, value, hints))
     if hint in (float, int):  # an int is a fine learning rate; True is not
         return isinstance(value, int | hint) and not isinstance(value, bool)
     return isinstance(value, hint)
@@ -155,6 +156,7 @@ def _describe(hint: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(_describe(h) for h in arguments)
     if origin is tuple:
-        return f"a list, of each {_describe(arguments[0])}"
+        each = [_describe(argument) for argument in arguments if argument is not ...]
+        return f"a list, of each {each[0]}" if ... in arguments else " and ".join(each)
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
     return names.get(hint, "nothing (None)" if hint is type(None) else hint.__name__)

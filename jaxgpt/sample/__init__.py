@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
 from jaxgpt.config import Precision
 from jaxgpt.config.validate import (
@@ -18,9 +18,15 @@ from jaxgpt.config.validate import (
     PositiveInt,
     check_count,
     check_fields,
+    short,
 )
 from jaxgpt.errors import UserError
 
+if TYPE_CHECKING:
+    from jaxgpt.sample.grammar import Grammar
+
+MAX_BIASES = 1024  # of a request
+Penalty = Annotated[float, Interval(ge=-2, le=2)]
 BUCKET = 128  # tokens that the smallest cache has room for; larger ones have twice, four times ... as many
 
 
@@ -28,7 +34,7 @@ BUCKET = 128  # tokens that the smallest cache has room for; larger ones have tw
 class Sampling:
     """How to draw the next token.
 
-    Filters apply in transformers' order: repetition penalty, temperature, top_k, top_p, min_p. None leaves one out.
+    They apply in transformers' order: penalties, biases, temperature, top_k, top_p, min_p, typical_p. None leaves one out.
     """
 
     # below 1 is safer, above 1 bolder, 0 (below 1e-6) greedy; None: 1, or a run's train.sample_temperature
@@ -36,16 +42,35 @@ class Sampling:
     # draw from the k most likely tokens (Fan et al. 2018, arXiv:1805.04833); None: from all
     top_k: PositiveInt | None = None
     # draw from the smallest set of tokens with this much probability (Holtzman et al. 2019, arXiv:1904.09751); None: from all
-    top_p: Annotated[float, Interval(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Interval(ge=0, le=1)] | None = None
     # draw from tokens at least this likely relative to the most likely (Nguyen et al. 2024, arXiv:2407.01082); None: from all
     min_p: Annotated[float, Interval(ge=0, le=1)] | None = None
+    # draw from the tokens whose surprise is nearest to the expected one, with this much probability together (Meister et al.
+    # 2022, arXiv:2202.00666); None: from all
+    typical_p: Annotated[float, Interval(gt=0, le=1)] | None = None
     # above 1, tokens of prompt and completion become less likely (Keskar et al. 2019, arXiv:1909.05858); None: no penalty
     repetition_penalty: Annotated[float, Interval(ge=1e-6, le=1e6)] | None = None
-    greedy: bool = False  # take the most likely token after the penalty; other filters are ignored
+    # taken from a token's logit for each time that the completion has it, as in OpenAI's interface; None: no penalty
+    frequency_penalty: Penalty | None = None
+    # taken once from the logit of each token that the completion has; None: no penalty
+    presence_penalty: Penalty | None = None
+    # pairs of a token id and what is added to its logit, -100 to 100: -100 bans it
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    greedy: bool = False  # take the most likely token after penalties and biases; other filters are ignored
 
     def __post_init__(self) -> None:
         """Check the fields."""
         check_fields(self)
+        ids = [i for i, _ in self.logit_bias]
+        if len(set(ids)) < len(ids) or len(ids) > MAX_BIASES or any(i < 0 for i in ids):
+            raise UserError(f"logit_bias={short(self.logit_bias)}: needs at most {MAX_BIASES} ids of tokens, each once")
+        if bad := [bias for _, bias in self.logit_bias if not -100 <= bias <= 100]:
+            raise UserError(f"logit_bias={short(bad[0])}: needs numbers from -100 to 100")
+
+    @property
+    def has_penalty(self) -> bool:
+        """Return whether tokens that were seen must be counted."""
+        return not (self.repetition_penalty is self.frequency_penalty is self.presence_penalty is None)
 
 
 FILTERS = tuple(field.name for field in dataclasses.fields(Sampling) if field.name != "greedy")
@@ -66,6 +91,7 @@ class Decoding:
     bucket: int = BUCKET
     logprobs: bool = False
     slots: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         """Check the fields; convert ids and counts to Python's."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ from jaxgpt.sample import BUCKET, Decoding, Sampling
 from jaxgpt.sample import state as programs
 from jaxgpt.sample.cache import KVCache, can_cache
 from jaxgpt.sample.filters import SamplingRows
+from jaxgpt.sample.grammar import Constraint, Grammar
 from jaxgpt.sample.score import score
 from jaxgpt.sample.state import cache_columns, check_ids, check_prompt, chunk_size, next_bucket
 
@@ -44,6 +46,7 @@ class Request:
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     stop_tokens: Sequence[int] = ()  # the completion ends before the first of these
     top_logprobs: int | None = None  # alternatives of each token, 0 to MAX_TOP. None: no log-probabilities
+    grammar: Grammar | None = None  # that the completion must match; None: any text
 
 
 class Piece(NamedTuple):
@@ -51,7 +54,8 @@ class Piece(NamedTuple):
 
     slot: int
     tokens: list[int]
-    logprobs: list[float]  # of each token, in nats, before temperature and filters; empty unless requested
+    # of each token, in nats, before temperature and filters; nan if a grammar put it in another's place; empty unless requested
+    logprobs: list[float]
     top: list[list[tuple[int, float]]]  # of each token, the most probable (id, logprob), best first
     finish: str | None  # "stop": a stop token was drawn; "length": no token is left; None: unfinished
 
@@ -65,6 +69,7 @@ class _Slot:
     tokens: list[int]  # prompt and completion
     left: int  # tokens still to draw
     first: int = 0  # the token at position 0
+    constraint: Constraint | None = None
 
 
 class Engine:
@@ -109,6 +114,7 @@ class Engine:
         self._prefixes = programs.PrefixStore(prefix_bytes if self._scratch.is_columns else 0)
         self._slots: list[_Slot | None] = [None] * slots
         self._cached = [0] * slots  # tokens of each prompt whose keys and values were not computed again
+        self._allow_all = np.full((slots, self.vocab_size // 32 + 1), 2**32 - 1, np.uint32)
         self._waiting: collections.deque[_Slot] = collections.deque()
         self._reading: Iterator[programs.Chunk] | None = None  # of the first that waits
 
@@ -134,21 +140,28 @@ class Engine:
             slot = self.submit(Request(prompt=prompt, key=jax.random.key(0), max_new_tokens=1))
             self.step()
             self.finish_reading()
+            self._state = programs.replace_last(self._state, np.int32(slot), np.int32(0))
             self.cancel(slot)
 
     def submit(self, request: Request) -> int:
         """Put a request into the first free slot and return the slot. `step` reads the prompt.
 
-        Raises `UserError` for a prompt that the model cannot read, and for too many stop tokens.
+        Raises `UserError` for a prompt that the model cannot read, for too many stop tokens, and for a grammar that no
+        completion of the request can match.
         """
         check_prompt(self.model, request.prompt)
         if len(request.stop_tokens) > self.max_stops:
             raise UserError(f"{len(request.stop_tokens)} stop tokens: needs at most {self.max_stops}")
+        check_ids(self.model, [i for i, _ in request.sampling.logit_bias], "logit_bias")
         left = request.max_new_tokens
         if not self.slides:
             left = min(left, self.model.config.block_size + 1 - len(request.prompt))
+        constraint = None
+        if request.grammar is not None:
+            request.grammar.check_room(left)
+            constraint = request.grammar.start()
         slot = self._slots.index(None)
-        found = self._slots[slot] = _Slot(slot, request, list(request.prompt), left)
+        found = self._slots[slot] = _Slot(slot, request, list(request.prompt), left, constraint=constraint)
         self._cached[slot] = 0
         self._waiting.append(found)
         return slot
@@ -173,21 +186,31 @@ class Engine:
             self._read_chunk()
 
     def decode(self, burst: int = BURST) -> list[Piece]:
-        """Draw up to `burst` tokens, at most BURST, in each slot whose prompt has been read."""
+        """Draw up to `burst` tokens, at most BURST, in each slot whose prompt has been read; one if one has a grammar."""
         running = [found for found in self._slots if found is not None and found not in self._waiting]
         if not running:
             return []
-        steps = min(burst, BURST, max(found.left for found in running))
-        self._state, drawn = programs.decode(self.model, self.params, self._state, np.int32(steps), BURST)
+        steps, allowed_BW = min(burst, BURST, max(found.left for found in running)), self._allow_all
+        if is_masked := any(found.constraint is not None for found in running):
+            steps, allowed_BW = 1, allowed_BW.copy()
+            for found in running:
+                if found.constraint is not None:
+                    found.constraint.fill(allowed_BW[found.number], found.request.stop_tokens)
+        self._state, drawn = programs.decode(
+            self.model, self.params, self._state, np.int32(steps), BURST, allowed_BW, np.bool_(is_masked)
+        )
         if all(found.request.top_logprobs is None for found in running):
             drawn = drawn.replace(top=None)  # which stays on the device
         drawn, pieces, block_size = jax.device_get(drawn), [], self.model.config.block_size
         for found in running:
-            slot, count = found.number, int(drawn.count_B[found.number])
+            slot, count, is_replaced = found.number, int(drawn.count_B[found.number]), False
             tokens, logprobs, top = drawn.tokens_BN[slot, :count].tolist(), [], []
-            found.tokens += tokens
             found.left -= count
             finish = "stop" if drawn.stopped_B[slot] else "length" if found.left == 0 else None
+            if found.constraint is not None and tokens:
+                tokens, finish = self._follow(found, tokens[0], finish)
+                is_replaced, count = tokens != drawn.tokens_BN[slot, :1].tolist(), len(tokens)
+            found.tokens += tokens
             if finish:
                 self._slots[slot] = None
             elif not programs.has_unbounded_positions(self.model) and len(found.tokens) - 1 - found.first >= block_size:
@@ -195,12 +218,23 @@ class Engine:
                 found.first = len(found.tokens) - max(block_size // 2, 1)
                 self._waiting.append(found)
             if drawn.top is not None and (wanted := found.request.top_logprobs) is not None:
-                logprobs = drawn.top.logprobs_BN[slot, :count].tolist()
+                logprobs = [math.nan] * count if is_replaced else drawn.top.logprobs_BN[slot, :count].tolist()
                 ids, best = drawn.top.ids_BNA[slot, :count, :wanted], drawn.top.logprobs_BNA[slot, :count, :wanted]
                 top = [list(zip(i.tolist(), p.tolist(), strict=True)) for i, p in zip(ids, best, strict=True)]
             if tokens or finish:
                 pieces.append(Piece(slot, tokens, logprobs, top, finish))
         return pieces
+
+    def _follow(self, found: _Slot, token: int, finish: str | None) -> tuple[list[int], str | None]:
+        """Let a slot's constraint take the token that was drawn. Return the tokens that count, and how it has finished."""
+        assert found.constraint is not None
+        kept = found.constraint.push(token, found.left)
+        if kept is not None and kept != token:
+            self._state = programs.replace_last(self._state, np.int32(found.number), np.int32(kept))
+        if kept is None or found.constraint.is_complete:
+            finish = "length" if found.constraint.error else "stop"
+            self._state = programs.release(self._state, np.int32(found.number))
+        return [] if kept is None else [kept], finish
 
     def _read_chunk(self) -> None:
         """Read the next chunk of the first prompt that waits; after the last one, let its slot decode."""
@@ -222,10 +256,11 @@ class Engine:
         self._reading = None
         self._waiting.popleft()
         # The values of the slot are NumPy's: they go to the device with the call.
-        request, number, seen_V = found.request, np.int32, np.zeros(self.vocab_size, bool)
-        if request.sampling.repetition_penalty is not None:
-            ids = np.asarray(found.tokens)
-            seen_V[ids[ids < self.vocab_size]] = True
+        request, number, seen_V = found.request, np.int32, np.zeros(self.vocab_size, np.int32)
+        if request.sampling.has_penalty:
+            prompt, drawn = np.split(np.asarray(found.tokens), [len(request.prompt)])
+            seen_V[prompt[prompt < self.vocab_size]] = 1
+            np.add.at(seen_V, drawn, 2)
         values: dict[str, Any] = {
             "token_B": number(found.tokens[-1]),
             "position_B": number(len(found.tokens) - found.first - 1),
@@ -266,6 +301,7 @@ def generate(
     cache_dtype: Precision | None = None,
     bucket: int = BUCKET,
     slots: int | None = None,
+    grammar: Grammar | None = None,
 ) -> Generated:
     """Continue each prompt, a list of ids of any length, by up to `max_new_tokens` ids.
 
@@ -286,6 +322,7 @@ def generate(
         cache_dtype: of keys and values. None means the model's dtype. "int8" takes a quarter of float32's memory.
         bucket: the cache has room for `bucket` tokens, or twice that, or four times: other lengths rarely recompile.
         slots: prompts that are decoded together; None means all. Another number may round a logit differently.
+        grammar: that each completion must match: see `sample.grammar`. None means any text.
     """
     decoding = Decoding(
         max_new_tokens=max_new_tokens,
@@ -296,6 +333,7 @@ def generate(
         cache_dtype=cache_dtype,
         bucket=bucket,
         slots=slots,
+        grammar=grammar,
     )
     ((tokens, drawn),) = _decode(model, params, prompts, decoding, key, None)
     if not logprobs:
@@ -351,6 +389,7 @@ def _decode(
                 sampling=decoding.sampling,
                 stop_tokens=decoding.stop_tokens,
                 top_logprobs=0 if decoding.logprobs else None,
+                grammar=decoding.grammar,
             )
             running[engine.submit(request)] = row
         engine.finish_reading()

@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxgpt.config.validate import LARGEST_SIZE
-from jaxgpt.sample import Sampling
+from jaxgpt.sample import MAX_BIASES, Sampling
 
 COLDEST = 1e-6  # lowest temperature: below it, rounding errors in the logits decide, and logits overflow
 
@@ -30,8 +30,14 @@ class SamplingRows(flax.struct.PyTreeNode):
     top_k_B: jax.Array  # int32
     top_p_B: jax.Array
     min_p_B: jax.Array
-    penalty_B: jax.Array
+    typical_p_B: jax.Array
+    repetition_B: jax.Array
+    frequency_B: jax.Array
+    presence_B: jax.Array
     is_greedy_B: jax.Array  # bool
+    is_biased_B: jax.Array  # bool
+    bias_ids_BK: jax.Array  # int32, K = MAX_BIASES, padded with ids that no model has
+    biases_BK: jax.Array
 
     @staticmethod
     def stack(samplings: Sequence[Sampling]) -> SamplingRows:
@@ -40,24 +46,33 @@ class SamplingRows(flax.struct.PyTreeNode):
         for s in samplings:
             is_greedy = s.greedy or (s.temperature is not None and s.temperature < COLDEST)
             temperature, top_k = 1.0 if is_greedy else s.temperature or 1.0, min(s.top_k or LARGEST_SIZE, LARGEST_SIZE)
-            rows.append((temperature, top_k, s.top_p or 1.0, s.min_p or 0.0, s.repetition_penalty or 1.0, is_greedy))
-        types = (np.float32, np.int32, np.float32, np.float32, np.float32, bool)
+            filters = (1.0 if s.top_p is None else s.top_p, s.min_p or 0.0, s.typical_p or 1.0)
+            penalties = (s.repetition_penalty or 1.0, s.frequency_penalty or 0.0, s.presence_penalty or 0.0)
+            biases = np.array([*s.logit_bias, *[(LARGEST_SIZE, 0.0)] * (MAX_BIASES - len(s.logit_bias))])
+            flags = (is_greedy, bool(s.logit_bias))
+            rows.append((temperature, top_k, *filters, *penalties, *flags, biases[:, 0], biases[:, 1]))
+        types = (np.float32, np.int32, *[np.float32] * 6, bool, bool, np.int32, np.float32)
         columns: Any = (np.array(column, dtype) for column, dtype in zip(zip(*rows, strict=True), types, strict=True))
         return SamplingRows(*columns)
 
     @property
     def has_penalty(self) -> jax.Array:
-        """Return whether any row has a repetition penalty, bool."""
-        return (self.penalty_B != 1).any()
+        """Return whether any row has a penalty for tokens that it has seen, bool."""
+        return ((self.repetition_B != 1) | (self.frequency_B != 0) | (self.presence_B != 0)).any()
 
     def where(self, active_B: jax.Array) -> SamplingRows:
         """Return the rows with those that are not active greedy and without filters, so that none runs for them."""
         idle = SamplingRows.stack([Sampling(greedy=True)])
-        return jax.tree.map(lambda value_B, idle_1: jnp.where(active_B, value_B, idle_1), self, idle)
+        return jax.tree.map(
+            # The biases themselves are read for a row that is biased, and else cost nothing.
+            lambda value_B, idle_1: jnp.where(active_B, value_B, idle_1) if value_B.ndim == 1 else value_B,
+            self,
+            idle,
+        )
 
     def draw(self, logits_BV: jax.Array, keys_B: jax.Array, seen_BV: jax.Array | None = None) -> jax.Array:
-        """Draw one token for each row with its own key: token_B, int32. The penalty needs `seen_BV`."""
-        logits_BV = self.penalize(logits_BV, seen_BV)
+        """Draw one token for each row with its own key: token_B, int32. The penalties need `seen_BV`."""
+        logits_BV = self.adjust(logits_BV, seen_BV)
         likeliest_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
         drawn_B = jax.lax.cond(
             self.is_greedy_B.all(), lambda: likeliest_B, lambda: draw(self._softmax(logits_BV), keys_B)
@@ -67,24 +82,37 @@ class SamplingRows(flax.struct.PyTreeNode):
     def probabilities(self, logits_BV: jax.Array, seen_BV: jax.Array | None = None) -> jax.Array:
         """Return the distribution that tokens are drawn from, [B, V].
 
-        The repetition penalty needs `seen_BV`, bool: which tokens occur in prompt or completion.
+        The penalties need `seen_BV`: see `adjust`.
         """
-        logits_BV = self.penalize(logits_BV, seen_BV)
+        logits_BV = self.adjust(logits_BV, seen_BV)
         one_hot_BV = jax.nn.one_hot(jnp.argmax(logits_BV, axis=-1), logits_BV.shape[-1])
         return jnp.where(self.is_greedy_B[:, None], one_hot_BV, self._softmax(logits_BV))
 
-    def penalize(self, logits_BV: jax.Array, seen_BV: jax.Array | None) -> jax.Array:
-        """Divide positive logits of seen tokens by the repetition penalty, and multiply negative ones by it."""
-        if seen_BV is None:
-            return logits_BV
+    def adjust(self, logits_BV: jax.Array, seen_BV: jax.Array | None) -> jax.Array:
+        """Apply the penalties to tokens that were seen, and add the biases.
 
-        def penalize(logits_BV: jax.Array, seen_BV: jax.Array, penalty_B: jax.Array) -> jax.Array:
-            penalty = _per_row(penalty_B)
-            return jnp.where(seen_BV, jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
+        seen_BV: int32, twice the number of times that the completion has a token, and 1 more if the prompt has it.
+        """
 
-        return jax.lax.cond(
-            self.has_penalty, penalize, lambda logits_BV, *_: logits_BV, logits_BV, seen_BV, self.penalty_B
-        )
+        def repeat(logits_BV: jax.Array, seen_BV: jax.Array) -> jax.Array:
+            penalty = _per_row(self.repetition_B)
+            return jnp.where(seen_BV > 0, jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
+
+        def count(logits_BV: jax.Array, seen_BV: jax.Array) -> jax.Array:
+            count_BV = seen_BV >> 1
+            return logits_BV - count_BV * _per_row(self.frequency_B) - (count_BV > 0) * _per_row(self.presence_B)
+
+        def bias(logits_BV: jax.Array, _) -> jax.Array:
+            each_B1 = jnp.arange(len(logits_BV))[:, None]
+            return logits_BV.at[each_B1, self.bias_ids_BK].add(self.biases_BK, mode="drop")
+
+        steps = [(self.is_biased_B.any(), bias)]
+        if seen_BV is not None:
+            counts = (self.frequency_B != 0) | (self.presence_B != 0)
+            steps = [((self.repetition_B != 1).any(), repeat), (counts.any(), count), *steps]
+        for is_wanted, step in steps:
+            logits_BV = jax.lax.cond(is_wanted, step, lambda logits_BV, _: logits_BV, logits_BV, seen_BV)
+        return logits_BV
 
     def _softmax(self, logits_BV: jax.Array) -> jax.Array:
         """Return the distribution after temperature and the other filters."""
@@ -94,6 +122,7 @@ class SamplingRows(flax.struct.PyTreeNode):
             (top_k_B < logits_BV.shape[-1], keep_top_k, top_k_B),
             (self.top_p_B < 1, keep_top_p, self.top_p_B),
             (self.min_p_B > 0, keep_min_p, self.min_p_B),
+            (self.typical_p_B < 1, keep_typical_p, self.typical_p_B),
         ):
             logits_BV = jax.lax.cond(wanted.any(), keep, lambda logits_BV, _: logits_BV, logits_BV, value_B)
         return jax.nn.softmax(logits_BV, axis=-1)
@@ -146,6 +175,25 @@ def keep_top_p(logits_BV: jax.Array, p: float | jax.Array) -> jax.Array:
 def keep_min_p(logits_BV: jax.Array, p: float | jax.Array) -> jax.Array:
     """Set the logits of tokens less probable than p times the most probable one to -inf. p: also [B]."""
     return jnp.where(logits_BV < logits_BV.max(axis=-1, keepdims=True) + jnp.log(_per_row(p)), -jnp.inf, logits_BV)
+
+
+def keep_typical_p(logits_BV: jax.Array, p: float | jax.Array) -> jax.Array:
+    """Set logits outside the locally typical set to -inf. p: also [B].
+
+    It is the smallest set of tokens with a total probability of at least p whose surprise, -log probability, is nearest
+    to the entropy (Meister et al. 2022, arXiv:2202.00666). Ties at its edge are kept.
+    """
+    log_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+    probability_BV = jnp.exp(log_BV)
+    entropy_B1 = -jnp.where(probability_BV > 0, probability_BV * log_BV, 0.0).sum(axis=-1, keepdims=True)
+    nearness_BV = -jax.lax.bitcast_convert_type(jnp.abs(-log_BV - entropy_B1), jnp.int32)  # in the order of the floats
+    p_B1 = _per_row(p)
+
+    def is_enough(edge_B1: jax.Array) -> jax.Array:
+        return jnp.where(nearness_BV >= edge_B1, probability_BV, 0.0).sum(axis=-1, keepdims=True) >= p_B1
+
+    edge_B1 = _bisect(is_enough, len(log_BV), -0x7F800000, 1)  # from the bits of an infinite distance
+    return jnp.where((nearness_BV < edge_B1) & (p_B1 < 1.0), -jnp.inf, logits_BV)
 
 
 def _per_row(value: float | jax.Array, dtype: DTypeLike = jnp.float32) -> jax.Array:

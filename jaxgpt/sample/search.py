@@ -69,6 +69,9 @@ def speculate(
     G = check_whole("num_draft_tokens", num_draft_tokens)
     if not 1 <= G <= most:
         raise UserError(f"num_draft_tokens={G}: needs 1 to {most}, half of the shorter block_size")
+    if decoding.grammar is not None:
+        raise UserError("speculative decoding follows no grammar: leave the draft or the grammar out")
+    programs.check_ids(model, [i for i, _ in decoding.sampling.logit_bias], "logit_bias")
     (ids,) = truncate_prompts(model, [prompt])
     (key,) = prompt_keys(key, [ids])
     new = decoding.max_new_tokens + G + 1  # a round may draw more than is left
@@ -96,7 +99,7 @@ class SequenceState(flax.struct.PyTreeNode):
     unread: jax.Array  # int32: index of the first token that is not in the cache
     count: jax.Array  # int32: tokens generated before the stop token
     stopped: jax.Array  # bool
-    seen_1V: jax.Array  # bool: tokens of prompt and completion, for the repetition penalty
+    seen_1V: jax.Array  # int32: tokens of prompt and completion, see `SamplingRows.adjust`
     cache: KVCache
 
 
@@ -122,7 +125,7 @@ def init_sequence(
         unread=jnp.int32(0),
         count=jnp.int32(0),
         stopped=jnp.asarray(False),
-        seen_1V=jnp.asarray(np.isin(np.arange(V), prompt)[None]),
+        seen_1V=jnp.asarray(np.isin(np.arange(V), prompt)[None], jnp.int32),
         cache=cache,
     )
 
@@ -186,7 +189,7 @@ def _advance(model, draft, params, draft_params, t, d, key, sampling, stops, lim
             (token,) = draw(q[-1], jax.random.fold_in(round_key, i)[None])
             d = d.replace(tokens_X=jax.lax.dynamic_update_slice(d.tokens_X, token[None], (length + i,)))
             tokens.append(token)
-            seen.append(seen[-1].at[0, token].set(True))
+            seen.append(seen[-1].at[0, token].add(2))
         q_GV, tokens_G = jnp.concatenate(q), jnp.stack(tokens)
 
         # Read the last token and the G proposed. Token i should have been drawn from p_RV[i].
@@ -233,5 +236,5 @@ def _accept(state: SequenceState, length: jax.Array, new_R: jax.Array, n: jax.Ar
         unread=length + n,
         count=state.count + jnp.where(stopped, jnp.argmax(is_end_R), n + 1),
         stopped=state.stopped | stopped,
-        seen_1V=state.seen_1V.at[0, kept_R].set(True, mode="drop"),
+        seen_1V=state.seen_1V.at[0, kept_R].add(2, mode="drop"),
     )

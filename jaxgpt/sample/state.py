@@ -171,7 +171,7 @@ class Rows(flax.struct.PyTreeNode):
     sampling: SamplingRows
     stops_BE: jax.Array  # int32, padded with NO_STOP
     top_B: jax.Array  # int32: alternatives with log-probabilities; -1: no log-probabilities either
-    seen_BV: jax.Array  # bool: tokens of prompt and completion, for the repetition penalty
+    seen_BV: jax.Array  # int32: tokens of prompt and completion, for the penalties, see `SamplingRows.adjust`
 
 
 class DecodeState(flax.struct.PyTreeNode):
@@ -208,7 +208,8 @@ def allocate_rows(like: jax.Array, slots: int, stops: int, vocab_size: int) -> R
     keys = jax.random.split(jax.random.key(0), slots)
     sampling = jax.tree.map(jnp.asarray, SamplingRows.stack([Sampling(greedy=True)] * slots))
     stops_BE = jnp.full((slots, stops), NO_STOP, jnp.int32)
-    return Rows(zeros, zeros, zeros, zeros, keys, sampling, stops_BE, zeros - 1, jnp.zeros((slots, vocab_size), bool))
+    seen_BV = jnp.zeros((slots, vocab_size), jnp.int32)
+    return Rows(zeros, zeros, zeros, zeros, keys, sampling, stops_BE, zeros - 1, seen_BV)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -255,15 +256,37 @@ def release(state: DecodeState, slot: jax.Array) -> DecodeState:
     return state.replace(rows=state.rows.replace(left_B=state.rows.left_B.at[slot].set(0)))
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def replace_last(state: DecodeState, slot: jax.Array, token: jax.Array) -> DecodeState:
+    """Put another token in the place of the one that a slot has drawn last, and that has not been read yet."""
+    rows = state.rows
+    seen_BV = rows.seen_BV.at[slot, rows.token_B[slot]].add(-2).at[slot, token].add(2)
+    return state.replace(rows=rows.replace(token_B=rows.token_B.at[slot].set(token), seen_BV=seen_BV))
+
+
 @functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
-def decode(model: GPT, params: dict, state: DecodeState, steps: jax.Array, burst: int) -> tuple[DecodeState, Drawn]:
+def decode(
+    model: GPT,
+    params: dict,
+    state: DecodeState,
+    steps: jax.Array,
+    burst: int,
+    allowed_BW: jax.Array,
+    is_masked: jax.Array,
+) -> tuple[DecodeState, Drawn]:
     """Draw up to `steps` tokens, at most `burst`, in each slot that has tokens left; end when none has.
 
     A slot whose next position is past the model's last one waits: see `has_unbounded_positions`.
+
+    allowed_BW: a bit for each id that may be drawn, uint32; is_masked: whether to look at them.
     """
     model, params = unstack_layers(model, params)
     B, V = state.rows.seen_BV.shape
     A = min(MAX_TOP, V)
+
+    def mask(logits_BV: jax.Array) -> jax.Array:
+        bits_BW32 = allowed_BW[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None] & 1
+        return jnp.where(bits_BW32.reshape(B, -1)[:, :V] > 0, logits_BV, -jnp.inf)
 
     def is_active(rows: Rows) -> jax.Array:
         has_room_B = has_unbounded_positions(model) | (rows.position_B < model.config.block_size)
@@ -278,12 +301,13 @@ def decode(model: GPT, params: dict, state: DecodeState, steps: jax.Array, burst
         logits_BV = apply_model(model, params, x_B1D, method="unembed")[:, 0, :V]
         keys_B = jax.vmap(jax.random.fold_in)(rows.keys_B, rows.drawn_B)
         sampling = rows.sampling.where(active_B)
-        token_B = sampling.draw(logits_BV, keys_B, rows.seen_BV)
+        allowed_BV = jax.lax.cond(is_masked, mask, lambda logits_BV: logits_BV, logits_BV)
+        token_B = sampling.draw(allowed_BV, keys_B, rows.seen_BV)
         stopped_B = active_B & (token_B[:, None] == rows.stops_BE).any(axis=1)
         marked_B = jnp.where(active_B, token_B, V)  # out of range: dropped
         seen_BV = jax.lax.cond(
             sampling.has_penalty,
-            lambda seen_BV: seen_BV.at[jnp.arange(B), marked_B].set(True, mode="drop"),
+            lambda seen_BV: seen_BV.at[jnp.arange(B), marked_B].add(2, mode="drop"),
             lambda seen_BV: seen_BV,
             rows.seen_BV,
         )

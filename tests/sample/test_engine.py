@@ -20,7 +20,7 @@ SAMPLINGS = [
     Sampling(greedy=True),
     Sampling(temperature=1.5, top_k=5),
     Sampling(top_p=0.9, min_p=0.05),
-    Sampling(repetition_penalty=1.5),
+    Sampling(repetition_penalty=1.5, logit_bias=((1, -5.0),)),
 ]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.sample import Sampling
-from jaxgpt.sample.filters import SamplingRows, draw, keep_min_p, keep_top_k, keep_top_p
+from jaxgpt.sample.filters import SamplingRows, draw, keep_min_p, keep_top_k, keep_top_p, keep_typical_p
 
 LOGITS = jnp.asarray(np.random.default_rng(0).normal(scale=2.0, size=(5, 11)), jnp.float32)
 PROBABILITIES = np.asarray(jax.nn.softmax(LOGITS, axis=-1), np.float64)
@@ -18,7 +18,9 @@ def drawn(sampling, draws=1):
     return np.asarray(jax.jit(jax.vmap(lambda k: rows.draw(LOGITS, k)))(keys))
 
 
-@pytest.mark.parametrize("how", [{"greedy": True}, {"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"greedy": True}, {"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"top_p": 0.0}], ids=str
+)
 def test_what_is_greedy(how):
     """Also top-k 1, and a nucleus of one."""
     np.testing.assert_array_equal(drawn(Sampling(**how), 20), np.broadcast_to(LOGITS.argmax(-1), (20, 5)))
@@ -58,14 +60,49 @@ def test_min_p_is_its_definition(p):
     assert kept.any(-1).all()
 
 
+@pytest.mark.parametrize("p", [0.05, 0.2, 0.5, 0.9, 1.0])
+def test_the_typical_set_holds_p_nearest_to_the_entropy(p):
+    kept = np.isfinite(keep_typical_p(LOGITS.at[0, 3].set(-jnp.inf), p))
+    for row, probability in zip(kept[1:], PROBABILITIES[1:], strict=True):
+        distance = np.abs(-np.log(probability) + (probability * np.log(probability)).sum())
+        order = np.argsort(distance)
+        count = 11 if p == 1.0 else int((np.cumsum(probability[order]) < p).sum()) + 1
+        assert set(np.flatnonzero(row)) == set(order[:count])
+    assert kept[0].any() and not kept[0, 3]  # a token without probability is never typical
+
+
+def test_counted_penalties_and_biases_are_their_formula():
+    """OpenAI's: less c frequency, less presence if c > 0; c counts the completion, without the prompt."""
+    seen = np.zeros(LOGITS.shape, np.int32)
+    seen[:, 1], seen[:, 2], seen[:, 3] = 1, 2, 2 * 3 + 1  # in the prompt; drawn once; three times and in the prompt
+    how = Sampling(frequency_penalty=0.5, presence_penalty=-1.5, logit_bias=((3, -7.0), (10, 100.0)))
+    expected = np.asarray(LOGITS) - np.array([0, 0, 0.5 - 1.5, 1.5 - 1.5, *[0] * 7], np.float32)
+    expected += np.array([0, 0, 0, -7, *[0] * 6, 100], np.float32)
+    rows = SamplingRows.stack([how, *[Sampling()] * 4])
+    after = np.asarray(rows.adjust(LOGITS, seen))
+    np.testing.assert_allclose(after[0], expected[0], rtol=1e-6)
+    np.testing.assert_array_equal(after[1:], LOGITS[1:])
+    np.testing.assert_allclose(SamplingRows.stack([how]).adjust(LOGITS, seen), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "bias", [[(1, 101.0)], [(1, -1e9)], [(-1, 1.0)], [(1, 1.0), (1, 2.0)], [(0.5, 1.0)], [(1,)], 1]
+)
+def test_biases_that_mean_nothing_are_refused(bias):
+    with pytest.raises(UserError, match=r"logit_bias=.*needs"):
+        Sampling(logit_bias=tuple(bias) if isinstance(bias, list) else bias)
+    with pytest.raises(UserError, match=r"logit_bias=.*at most 1024"):
+        Sampling(logit_bias=tuple((i, 1.0) for i in range(1025)))
+
+
 def test_the_penalty_makes_seen_tokens_less_likely_and_no_other():
     seen = np.zeros(LOGITS.shape, bool)
     seen[:, ::2] = True
-    after = np.asarray(SamplingRows.stack([Sampling(repetition_penalty=1.3)]).penalize(LOGITS, seen))
+    after = np.asarray(SamplingRows.stack([Sampling(repetition_penalty=1.3)]).adjust(LOGITS, seen))
     np.testing.assert_array_equal(after[~seen], np.asarray(LOGITS)[~seen])
     assert (after[seen] < np.asarray(LOGITS)[seen]).all()
     rows = SamplingRows.stack([Sampling(repetition_penalty=penalty) for penalty in (1.3, 1.0, 1.0, 1.0, 1.0)])
-    np.testing.assert_array_equal(rows.penalize(LOGITS, seen)[1:], LOGITS[1:])
+    np.testing.assert_array_equal(rows.adjust(LOGITS, seen)[1:], LOGITS[1:])
 
 
 @pytest.mark.parametrize(
@@ -95,7 +132,8 @@ def test_a_token_without_weight_is_never_drawn():
     assert set(np.asarray(tokens_B).tolist()) == {17, 4000}
 
 
-BOUNDS = {"temperature": (0.0, 1e18), "top_p": (1e-18, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-6, 1e6)}
+BOUNDS = {"temperature": (0.0, 1e18), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-6, 1e6)}
+BOUNDS |= {"typical_p": (1e-18, 1.0), "frequency_penalty": (-2.0, 2.0), "presence_penalty": (-2.0, 2.0)}
 
 
 def made(name, value):
@@ -124,14 +162,14 @@ MIXED = [
     Sampling(),
     Sampling(greedy=True, repetition_penalty=1.3),
     Sampling(temperature=0.7, top_k=4),
-    Sampling(top_p=0.8, repetition_penalty=0.9),
-    Sampling(temperature=1.4, top_k=6, top_p=0.95, min_p=0.05),
+    Sampling(top_p=0.8, repetition_penalty=0.9, frequency_penalty=0.7, logit_bias=((2, 3.0),)),
+    Sampling(temperature=1.4, top_k=6, top_p=0.95, min_p=0.05, typical_p=0.9, presence_penalty=-1.0),
 ]
 
 
 def test_each_row_has_its_own_sampling_to_the_bit():
     """Alone, where nobody else's filters run, and among all others, in one program."""
-    seen_BV, keys_B = LOGITS > 0, jax.random.split(jax.random.key(1), 5)
+    seen_BV, keys_B = (LOGITS > 0) * 3, jax.random.split(jax.random.key(1), 5)
     draw_rows = jax.jit(lambda rows: (rows.probabilities(LOGITS, seen_BV), rows.draw(LOGITS, keys_B, seen_BV)))
     probabilities_BV, tokens_B = draw_rows(SamplingRows.stack(MIXED))
     for number, sampling in enumerate(MIXED):

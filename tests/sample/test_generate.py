@@ -148,6 +148,29 @@ def test_the_repetition_penalty_knows_prompt_and_text():
     assert found != run(model, params, prompts, new=new, sampling=GREEDY).tokens
 
 
+def test_counted_penalties_know_the_text_and_not_the_prompt():
+    """Also where a full window is read anew, past the last position."""
+    model, params = lively("learned")
+    penalties = dict(frequency_penalty=2.0, presence_penalty=0.5)
+    prompts, new = [[token, 10 - token] for token in range(11)], 2 * C
+    biased = Sampling(greedy=True, logit_bias=((4, -100.0),), **penalties)
+    found = run(model, params, prompts, new=new, sampling=biased).tokens
+    for prompt, tokens in zip(prompts, found, strict=True):
+        assert 4 not in tokens
+        for n in range(C - 2):
+            text = prompt + tokens[:n]
+            logits_V = np.array(apply(model, params, jnp.array([text + [0] * (C - len(text))]))[0, len(text) - 1])
+            counts_V = np.bincount(tokens[:n], minlength=11)
+            logits_V -= 2.0 * counts_V + 0.5 * (counts_V > 0)
+            logits_V[4] -= 100.0
+            assert logits_V.argmax() == tokens[n]
+        # Twice the context draws each of 10 tokens nearly equally often: what was drawn early is still counted.
+        counts_V = np.delete(np.bincount(tokens, minlength=11), 4)
+        assert counts_V.max() - counts_V.min() <= 6, counts_V
+    with pytest.raises(UserError, match="logit_bias has ids from 11 to 11, the model knows 0 to 10"):
+        run(model, params, prompts, new=1, sampling=Sampling(logit_bias=((11, 1.0),)))
+
+
 def test_padded_vocabulary_is_never_drawn():
     model, params = make_model(TINY)
     assert np.max(run(model, params, [[0]] * 8, new=50, vocab_size=4).tokens) == 3

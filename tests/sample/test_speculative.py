@@ -49,7 +49,8 @@ def test_greedy_text_is_the_same_far_past_the_context(position, draft):
 @pytest.mark.slow
 def test_stop_tokens_and_the_penalty_are_kept():
     big, small = lively("rope"), lively("rope", 3)
-    for sampling in (Sampling(greedy=True), Sampling(greedy=True, repetition_penalty=2.0)):
+    counted = Sampling(greedy=True, frequency_penalty=1.5, presence_penalty=0.5, logit_bias=((2, -9.0),))
+    for sampling in (Sampling(greedy=True), Sampling(greedy=True, repetition_penalty=2.0), counted):
         free = generate(*big, [[1, 2]], key=jax.random.key(0), max_new_tokens=30, sampling=sampling).tokens[0]
         assert run(big, small, [1, 2], new=30, sampling=sampling) == free
         stop = free[7]

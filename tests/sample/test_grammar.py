@@ -1,0 +1,194 @@
+"""Structured output: what is drawn matches, whatever the model would rather write, and ends in time."""
+
+import dataclasses
+import json
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, IdTokenizer, train_bpe
+from jaxgpt.errors import UserError
+from jaxgpt.sample import Decoding, Sampling
+from jaxgpt.sample.engine import Engine, Request, generate
+from jaxgpt.sample.grammar import compile_grammar
+from jaxgpt.sample.score import score
+from jaxgpt.sample.search import speculate
+from tests.conftest import TEXT
+from tests.helpers import TINY, make_model
+
+pytest.importorskip("llguidance", reason="pip install '.[structured]'")
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "ages": {"type": "array", "items": {"type": "integer"}, "minItems": 2},
+        "kind": {"enum": ["squire", "knight"]},
+    },
+    "required": ["name", "ages", "kind"],
+    "additionalProperties": False,
+}
+TREE = {
+    "$defs": {
+        "tree": {
+            "type": "object",
+            "properties": {"v": {"type": "boolean"}, "in": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
+            "required": ["v", "in"],
+            "additionalProperties": False,
+        }
+    },
+    "$ref": "#/$defs/tree",
+}
+TOKENIZERS = {
+    "byte": ByteTokenizer(),
+    "char": CharTokenizer([*map(chr, range(32, 127)), "\n", "ñ"]),
+    "bpe": train_bpe([TEXT], 400),
+}
+
+
+def draw(rng, tokenizer, grammar, most, ends=()):
+    """A completion of at most that many tokens, each drawn evenly from those that are allowed."""
+    constraint, ids = grammar.start(), []
+    allowed_W = np.zeros(tokenizer.vocab_size // 32 + 1, np.uint32)
+    while len(ids) < most and not constraint.is_complete:
+        constraint.fill(allowed_W, ends)
+        bits = np.unpackbits(allowed_W.view(np.uint8), bitorder="little")
+        token = int(rng.choice(np.flatnonzero(bits)))
+        if token in ends:
+            break
+        if (kept := constraint.push(token, most - len(ids) - 1)) is None:
+            break
+        ids.append(kept)
+    assert not constraint.error
+    return tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize(
+    "schema", [PERSON, TREE, {"type": "object"}, {"type": "number"}], ids=["person", "tree", "any", "1"]
+)
+def test_every_completion_is_what_the_schema_says(kind, schema):
+    """Of any length that holds one, though each token is drawn evenly from those allowed."""
+    tokenizer, rng = TOKENIZERS[kind], np.random.default_rng(0)
+    grammar = compile_grammar(tokenizer, schema=schema)
+    assert grammar.least is not None
+    for _ in range(40):
+        text = draw(rng, tokenizer, grammar, int(rng.integers(grammar.least, grammar.least + 100)))
+        value = json.loads(text)
+        if schema is PERSON:
+            assert list(value) == ["name", "ages", "kind"] and len(value["ages"]) >= 2, text
+        assert isinstance(value, (int, float) if schema.get("type") == "number" else dict), text
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_expressions_and_choices_are_matched(kind):
+    tokenizer, rng = TOKENIZERS[kind], np.random.default_rng(0)
+    for regex in ("[a-z]+@[a-z]+[.]org", "[0-9]{3}-[0-9]{4}", "(ab)*"):
+        grammar = compile_grammar(tokenizer, regex=regex)
+        for _ in range(10):
+            assert re.fullmatch(regex, draw(rng, tokenizer, grammar, 40)), regex
+    choices = ["a lance", 'a "lance"\n', "buckler"]
+    found = {draw(rng, tokenizer, compile_grammar(tokenizer, choices=choices), 40) for _ in range(60)}
+    assert found == set(choices)
+
+
+def test_the_models_own_end_is_allowed_where_the_text_may_end():
+    tokenizer = TOKENIZERS["bpe"]
+    end, grammar = tokenizer.end_of_text, compile_grammar(tokenizer, regex="a+")
+    constraint, allowed_W = grammar.start(), np.zeros(tokenizer.vocab_size // 32 + 1, np.uint32)
+    (a,) = tokenizer.encode("a").tolist()
+    for expected in (False, True):
+        constraint.fill(allowed_W, [end])
+        assert bool(allowed_W[end // 32] >> end % 32 & 1) == expected
+        assert constraint.push(a, 30) == a
+    # Bits beyond the tokenizer's ids are never set, such as that of the grammar's own end.
+    assert not allowed_W[tokenizer.vocab_size // 32] >> tokenizer.vocab_size % 32
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"schema": {"type": "objec"}}, "schema cannot be followed: Invalid type: objec"),
+        ({"schema": {"$ref": "#/a"}}, "schema cannot be followed: .*'/a' does not exist"),
+        ({"schema": {"type": "array", "minItems": 2, "maxItems": 1}}, "Unsatisfiable"),
+        ({"schema": {"dependentSchemas": {}}}, "Unimplemented keys"),
+        ({"schema": [1]}, r"schema=\[1\]: needs an object"),
+        ({"schema": {"a": math.nan, "b": {1}}}, "schema=.* is not JSON"),
+        ({"regex": "["}, "regex cannot be followed: .*unclosed"),
+        ({"regex": "(?=a)b"}, "regex cannot be followed"),
+        ({"regex": "(a?){500}a{500}"}, "regex cannot be followed"),
+        ({"choices": []}, r"choices=\[\]: needs at least one"),
+        ({"choices": ["a", ""]}, "none empty"),
+        ({"regex": "a", "choices": ["a"]}, "regex and choices: needs one of them"),
+    ],
+    ids=str,
+)
+def test_what_is_no_grammar_is_refused(how, said):
+    with pytest.raises(UserError, match=said) as e:
+        compile_grammar(ByteTokenizer(), **how)
+    assert len(str(e.value)) < 400 and "\n" not in str(e.value)
+
+
+def test_a_tokenizer_must_be_able_to_write_it():
+    with pytest.raises(UserError, match="has no token with which it could begin"):
+        compile_grammar(CharTokenizer("abc"), schema={"type": "object"})
+    with pytest.raises(UserError, match="bare ids"):
+        compile_grammar(IdTokenizer(10), regex="a")
+    assert compile_grammar(IdTokenizer(10)) is None
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model(dataclasses.replace(TINY, vocab_size=256, block_size=128, position="rope"))
+
+
+def test_a_batch_follows_its_grammar_within_the_context(model):
+    grammar, prompts = compile_grammar(ByteTokenizer(), schema=PERSON), [[n, 65] for n in range(24)]
+    found = generate(*model, prompts, key=jax.random.key(0), max_new_tokens=90, grammar=grammar, slots=8, logprobs=True)
+    texts = [ByteTokenizer().decode(ids) for ids in found.tokens]
+    assert all(json.loads(text)["kind"] in ("squire", "knight") for text in texts) and len(set(texts)) == len(texts)
+    assert [len(row) for row in found.logprobs] == [len(row) for row in found.tokens]
+    with pytest.raises(UserError, match=f"the grammar needs {grammar.least} tokens, and there is room for 20"):
+        generate(*model, prompts, key=jax.random.key(0), max_new_tokens=20, grammar=grammar)
+    decoding = Decoding(max_new_tokens=90, grammar=grammar)
+    with pytest.raises(UserError, match="speculative decoding follows no grammar"):
+        next(speculate(*model, *model, [1], decoding, key=jax.random.key(0)))
+
+
+def test_others_in_the_batch_are_not_touched(model):
+    """Their tokens are those that they have alone, in bursts, to the bit."""
+    grammar, sampling = compile_grammar(ByteTokenizer(), regex="[ab]{20}"), Sampling(temperature=0.9, top_k=40)
+
+    def run(requests):
+        engine, texts = Engine(*model, slots=3), {}
+        for request in requests:
+            texts[engine.submit(request)] = []
+        engine.finish_reading()
+        while not engine.is_idle:
+            for piece in engine.decode():
+                texts[piece.slot] += zip(piece.tokens, piece.logprobs, strict=True)
+        return texts
+
+    free = Request(prompt=[7, 8], key=jax.random.key(3), max_new_tokens=40, sampling=sampling, top_logprobs=0)
+    bound = Request(prompt=[9], key=jax.random.key(4), max_new_tokens=30, grammar=grammar, top_logprobs=0)
+    together = run([free, bound])
+    assert together[0] == run([free])[0]
+    assert re.fullmatch("[ab]{20}", bytes(i for i, _ in together[1]).decode())
+
+
+def test_a_token_that_leaves_no_room_is_replaced_everywhere(model):
+    """In the text, and in what the model reads next."""
+    grammar = compile_grammar(ByteTokenizer(), regex="(b{9}|Ac)*Aa")
+    how = Sampling(greedy=True, logit_bias=((98, 90.0), (99, 90.0)), frequency_penalty=0.1)
+    found = generate(
+        *model, [[5]], key=jax.random.key(0), max_new_tokens=15, sampling=how, grammar=grammar, logprobs=True
+    )
+    assert bytes(found.tokens[0]) == b"b" * 9 + b"AcAcAa"
+    # Where b or c was drawn, and the rest would not fit, its probability is not that of the token in its place.
+    expected = score(*model, [[5, *found.tokens[0]]])[0][1:]
+    assert [math.isnan(p) for p in found.logprobs[0]] == [*[False] * 9, True, False, True, False, True, True]
+    known = ~np.isnan(found.logprobs[0])
+    np.testing.assert_allclose(np.array(found.logprobs[0])[known], np.array(expected)[known], rtol=1e-4)
