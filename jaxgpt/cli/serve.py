@@ -30,6 +30,9 @@ def serve(
     api_key_file: str | None = None,
     no_key: bool = False,
     allowed_host: tuple[str, ...] = (),
+    allowed_origin: tuple[str, ...] = (),
+    model_name: tuple[str, ...] = (),
+    any_model: bool = False,
     timeout: PositiveFloat = 300.0,
     log_prompts: bool = False,
 ) -> None:
@@ -45,6 +48,9 @@ def serve(
         api_key_file: a file with the key that clients must send; None: JAXGPT_API_KEY, or no key if that is not set
         no_key: listen beyond this machine without a key
         allowed_host: a name by which clients may call the server, beside localhost and addresses
+        allowed_origin: a web page's origin, such as http://localhost:3000, that may use the server; *: every page
+        model_name: a name of the model, instead of the run directory's; answers have the first
+        any_model: answer requests for any model, for programs that ask for one of OpenAI's
         timeout: seconds after which a request ends
         log_prompts: print prompts and completions on stderr
     """
@@ -66,6 +72,9 @@ def serve(
         say=say,
         key=key,
         hosts=allowed_host,
+        origins=allowed_origin,
+        names=model_name,
+        any_name=any_model,
         cache_dtype=cache_dtype,
         prefix_bytes=prefix_cache_mb * 10**6,
         timeout=timeout,

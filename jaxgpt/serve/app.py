@@ -40,7 +40,7 @@ def make_app(served: Served, scheduler: Scheduler, log: Callable[[str], None] | 
     run, tokenizer, is_chat = served.run, served.run.tokenizer, served.run.experiment.data.is_chat
     own = {"context": served.block_size, "chat": is_chat, "temperature": served.temperature, "slots": served.slots}
     own |= {"step": run.step, "chat_stop_token_ids": served.chat_stop_tokens if is_chat else None}
-    described = {"id": served.name, "object": "model", "created": 0, "owned_by": "jaxgpt", "jaxgpt": own}
+    described = {"object": "model", "created": 0, "owned_by": "jaxgpt", "jaxgpt": own}
     # As lm-evaluation-harness asks for it.
     info = {"tokenizer_class": type(tokenizer).__name__, "vocab_size": tokenizer.vocab_size, "pad_token": None}
     info |= {"bos_token": tokenizer.decode(tokenizer.prefix[:1]) if tokenizer.prefix else None}
@@ -69,11 +69,11 @@ def make_app(served: Served, scheduler: Scheduler, log: Callable[[str], None] | 
         return convert
 
     async def models(request: Request) -> Response:
-        return respond({"object": "list", "data": [described]})
+        return respond({"object": "list", "data": [{"id": name, **described} for name in served.names]})
 
     async def model(request: Request) -> Response:
         served.check_name(request.path_params["name"])
-        return respond(described)
+        return respond({"id": request.path_params["name"], **described})
 
     async def tokenizer_info(request: Request) -> Response:
         return respond(info)
@@ -96,6 +96,7 @@ def make_app(served: Served, scheduler: Scheduler, log: Callable[[str], None] | 
 
     routes = [
         Route("/v1/models", models),
+        Route("/v1/models/", models),
         Route("/v1/models/{name:path}", model),
         Route("/v1/completions", completes(CompletionParameters), methods=["POST"]),
         Route("/v1/chat/completions", completes(ChatParameters), methods=["POST"]),

@@ -11,36 +11,37 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
-from jaxgpt.config.validate import LARGEST_SIZE, Interval, check_value, field_hints, short
-from jaxgpt.data.template import MARKS, ROLES, Message
+from jaxgpt.config.validate import LARGEST_SIZE, Interval, check_value, field_hints, short, suggest
+from jaxgpt.data.template import Message, check_message
+from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json
 from jaxgpt.run import Run
 from jaxgpt.sample import Sampling
+from jaxgpt.sample.grammar import Grammar, compile_grammar
 from jaxgpt.sample.state import MAX_TOP, check_ids
 
 # They change nothing here, and clients send them unasked.
-IGNORED = ("user", "store", "metadata", "service_tier", "parallel_tool_calls")
+IGNORED = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "reasoning_effort", "verbosity")
+IGNORED += ("prompt_cache_key", "prompt_cache_retention", "safety_identifier")
+# Numbers by which clients ask for the default, as null does.
+DEFAULTS = {"top_k": (0, -1), "seed": (-1,)}
 # What there is not, with the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
-    "logit_bias": ({},),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
     "tools": ([],),
     "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
 # What a request may say of `Sampling`; greedy is a temperature of 0.
 FILTERS = {name: hint for name, hint in field_hints(Sampling).items() if name != "greedy"}
-MAX_STOPS, LONGEST_STOP = 4, 256  # strings, characters
+GRAMMARS = {"json": "schema", "regex": "regex", "choice": "choices"}  # vLLM's names, and ours
+MAX_STOPS, LONGEST_STOP = 16, 256  # strings, characters
 MAX_STOP_TOKENS = 16
 MAX_MESSAGES = 2048  # that a conversation may have
-NO_CHARACTER = re.compile(f"[\ud800-\udfff{''.join(MARKS)}]")
 
 Prompt = str | tuple[int, ...]  # a text, or token ids
 Fields = TypeVar("Fields")
@@ -72,6 +73,12 @@ class Parameters:
     stream: bool = False
     stream_options: dict | None = None
     sampling: Sampling = dataclasses.field(default_factory=Sampling)  # in a request, each of its fields by itself
+    # What the completion must match, as OpenAI, vLLM and its later versions ask for it; one of them.
+    response_format: dict | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: tuple[str, ...] | None = None
+    structured_outputs: dict | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -83,16 +90,62 @@ class Parameters:
         """Return whether a stream ends with the usage."""
         return bool((self.stream_options or {}).get("include_usage"))
 
+    def compile_grammar(self, tokenizer: Tokenizer) -> tuple[str, Grammar | None]:
+        """Return what the completion must match, and the parameter that says so; None for any text.
+
+        Raises `RequestError` for what is no grammar.
+        """
+        given: dict[str, dict[str, Any]] = {}
+        match self.response_format:
+            case None | {"type": "text"}:
+                pass
+            case {"type": "json_object"}:
+                given["response_format"] = {"schema": {"type": "object"}}
+            case {"type": "json_schema", "json_schema": {"schema": schema}}:
+                given["response_format"] = {"schema": schema}
+            case other:
+                needed = 'needs the type text, json_object, or json_schema with {"json_schema": {"schema": ...}}'
+                raise RequestError(f"response_format={short(other)}: {needed}", param="response_format")
+        match self.structured_outputs:
+            case None:
+                pass
+            case {"json": value, **rest} | {"regex": value, **rest} | {"choice": value, **rest} if not rest:
+                (kind,) = self.structured_outputs
+                given["structured_outputs"] = {GRAMMARS[kind]: value}
+            case other:
+                message = f"structured_outputs={short(other)}: needs one of json, regex and choice"
+                raise RequestError(message, param="structured_outputs")
+        for kind, name in GRAMMARS.items():
+            if (value := getattr(self, f"guided_{kind}")) is not None:
+                given[f"guided_{kind}"] = {name: value}
+        if len(given) > 1:
+            raise RequestError(f"{' and '.join(given)}: needs one of them", param=[*given][1])
+        for param, how in given.items():
+            with _naming(param):
+                if isinstance(text := how.get("schema"), str):  # vLLM takes the text of one, too
+                    how["schema"] = parse_json(text.encode(errors="replace"), param)
+                hint = {"schema": dict, "regex": str, "choices": tuple[str, ...]}
+                for name, value in how.items():
+                    value = tuple(value) if isinstance(value, list) else value
+                    return param, compile_grammar(tokenizer, **{name: check_value(param, value, hint[name])})
+        return "", None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompletionParameters(Parameters):
     """Parameters of `/v1/completions`."""
 
     prompt: Any = None
+    best_of: Annotated[int, Interval(ge=1)] | None = None  # completions, of which the n most probable are returned
     max_tokens: Annotated[int, Interval(ge=0)] = 16
     echo: bool = False
     logprobs: Annotated[int, Interval(ge=0, le=MAX_TOP)] | None = None
     stop_token_ids: tuple[int, ...] = ()  # further ones, beside the model's own
+
+    @property
+    def each(self) -> int:
+        """Return the number of completions that are generated for each prompt."""
+        return self.n if self.best_of in (None, 1) else self.best_of  # 1 is OpenAI's default
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -155,16 +208,17 @@ def parse(kind: type[Fields], raw: bytes, temperature: float = 1.0) -> Fields:
     filters = FILTERS if hints.pop("sampling", None) else {}
     hints |= filters
     for name, value in body.items():
-        if name in IGNORED or value is None:
+        if name in IGNORED or value is None or (type(value) is int and value in DEFAULTS.get(name, ())):
             continue
         if name in UNSUPPORTED and name not in hints:
             if any(value == neutral and type(value) in (type(neutral), float) for neutral in UNSUPPORTED[name]):
                 continue
             raise RequestError(f"{name} is not supported: leave it out", param=name, code="unsupported_parameter")
         if name not in hints:
-            message = f"unknown parameter {short(name)}: there are {', '.join(sorted(hints))}"
+            message = f"unknown parameter {short(name)}{suggest(name, hints)}: see the documentation for all"
             raise RequestError(message, param=name[:80], code="unknown_parameter")
         with _naming(name):
+            value = _read_biases(value) if name == "logit_bias" else value
             value = tuple(value) if isinstance(value, list) and hints[name] is not Any else value
             given[name] = value if hints[name] is Any else check_value(name, value, hints[name])
     if filters:
@@ -177,32 +231,23 @@ def parse(kind: type[Fields], raw: bytes, temperature: float = 1.0) -> Fields:
     return kind(**given)
 
 
+def _read_biases(value: Any) -> tuple[tuple[int, float], ...]:
+    """Return pairs of an id and a number from an object whose names are ids."""
+    if not isinstance(value, dict) or not all(re.fullmatch("[0-9]{1,9}", name) for name in value):
+        raise UserError(f"logit_bias={short(value)}: needs an object with ids of tokens as names and numbers as values")
+    return tuple((int(name), bias) for name, bias in value.items())
+
+
 def check_messages(messages: Any) -> list[Message]:
     """Return the messages of a conversation. Raises `RequestError` for what is not text."""
     if not isinstance(messages, list) or not messages:
         raise RequestError(f"messages={short(messages)}: needs a list of at least one message", param="messages")
     many = f"there are {len(messages):,} messages: needs at most {MAX_MESSAGES:,}, leave out the oldest"
     _need(len(messages) <= MAX_MESSAGES, "messages", many)
-    checked: list[Message] = []
+    checked = []
     for number, message in enumerate(messages):
-        where = f"messages[{number}]"
-        match message:
-            case {"role": str(role), "content": content, **rest} if role in ROLES:
-                pass
-            case _:
-                needed = f"needs a role, {', '.join(ROLES)}, and a content"
-                raise RequestError(f"{where} is {short(message)}: {needed}", param=where)
-        if isinstance(content, list):  # of texts
-            parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
-            texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
-            content = "".join(texts) if len(texts) == len(content) else None
-        if not isinstance(content, str):
-            raise RequestError(f"{where} has a content that is not a text", param=where)
-        extra = [name for name, value in rest.items() if name != "name" and value is not None]
-        _need(not extra, where, f"{where} has {short(extra)}: needs role and content alone")
-        if bad := NO_CHARACTER.search(content):
-            raise RequestError(f"{where} has U+{ord(bad[0]):04X} in its content, which is not a character", param=where)
-        checked.append({"role": role, "content": content})
+        with _naming(where := f"messages[{number}]"):
+            checked.append(check_message(message, where))
     return checked
 
 
@@ -219,6 +264,7 @@ class Row:
     sampling: Sampling
     stop_tokens: tuple[int, ...] = ()
     top_logprobs: int | None = None  # alternatives of each token; None: no log-probabilities
+    grammar: Grammar | None = None
     is_scored: bool = False  # whether the prompt's log-probabilities are needed
     is_finished: bool = False  # written by the event loop, read by the scheduler's thread
 
@@ -226,10 +272,15 @@ class Row:
 class Served:
     """A run as it is served, with its limits. Any thread may call its methods."""
 
-    def __init__(self, run: Run, *, slots: int, queue: int):
-        """Fix the defaults. slots: rows that are decoded together. queue: rows that may wait."""
-        self.run, self.slots, self.queue = run, slots, queue
-        self.name = run.directory.resolve().name
+    def __init__(self, run: Run, *, slots: int, queue: int, names: Sequence[str] = (), any_name: bool = False):
+        """Fix the defaults.
+
+        slots: rows that are decoded together. queue: rows that may wait. names: of the model, which answers have the
+        first of; none: that of the run directory. any_name: whether requests may name any model.
+        """
+        self.run, self.slots, self.queue, self._any_name = run, slots, queue, any_name
+        self.names = tuple(names) or (run.directory.resolve().name,)
+        self.name = self.names[0]
         self.fingerprint = f"step-{run.step}"  # under another one the same seed may give another text
         self.block_size = run.model.config.block_size
         self.temperature = run.experiment.train.sample_temperature
@@ -245,8 +296,8 @@ class Served:
 
     def check_name(self, name: str | None) -> None:
         """Raise `RequestError` for the name of another model."""
-        if name is not None and name != self.name:
-            message = f"there is no model {name[:80]!r} here: needs {self.name!r}"
+        if not (name is None or name in self.names or self._any_name):
+            message = f"there is no model {name[:80]!r} here: needs {' or '.join(map(repr, self.names))}"
             raise RequestError(message, status=404, param="model", code="model_not_found")
 
     def plan(self, p: CompletionParameters | ChatParameters) -> list[Row]:
@@ -263,9 +314,10 @@ class Served:
         _need(p.stream or p.stream_options is None, name, f"{name} is for streams: needs stream=true")
         is_known = not set(options) - {"include_usage"} and isinstance(options.get("include_usage", False), bool)
         _need(is_known, name, f"{name}={short(options)}: needs include_usage alone, true or false")
-        self._check_length("max_tokens", p.max_tokens)
+        with _naming("logit_bias"):
+            check_ids(self.run.model, [i for i, _ in p.sampling.logit_bias], "logit_bias")
+        best_of = p.n
         if isinstance(p, ChatParameters):
-            self._check_length("max_completion_tokens", p.max_completion_tokens)
             is_right = p.top_logprobs is None or p.logprobs
             _need(is_right, "top_logprobs", f"top_logprobs={p.top_logprobs}: needs logprobs=true")
             prompts = [(None, self.encode_messages(p.messages))]
@@ -277,26 +329,35 @@ class Served:
             _need(len(ids) <= MAX_STOP_TOKENS, name, f"{name} has {len(ids)} ids: needs at most {MAX_STOP_TOKENS}")
             _need(all(0 <= i < LARGEST_SIZE for i in ids), name, f"{name}={short(ids)}: needs ids of tokens")
             _need(p.max_tokens > 0 or p.echo, "max_tokens", "max_tokens=0: needs at least 1, or echo=true")
-            count = len(p.prompts)
-            many = f"{count} prompts with n={p.n} are {count * p.n} choices: needs at most {self.queue}"
-            _need(count * p.n <= self.queue, "prompt", many)
+            best_of, count, name = p.each, len(p.prompts), "best_of"
+            _need(p.n <= best_of <= self.slots, name, f"{name}={best_of}: needs n={p.n} to {self.slots}, the slots")
+            _need(not p.stream or best_of == p.n, name, f"{name}={best_of}: needs n={p.n} in a stream")
+            many = f"{count} prompts with {best_of} completions each are {count * best_of}: needs at most {self.queue}"
+            _need(count * best_of <= self.queue, "prompt", many)
             prompts = [(prompt if isinstance(prompt, str) else None, self.encode(prompt)) for prompt in p.prompts]
             length, stop_tokens = p.max_tokens, (*self.stop_tokens, *ids)
             top, is_scored = p.logprobs, p.echo and p.logprobs is not None
+            top = 0 if top is None and best_of > p.n else top  # the completions are compared by them
+        param, grammar = p.compile_grammar(self.run.tokenizer)
+        if grammar is not None:
+            longest = max(len(ids) for _, ids in prompts)
+            with _naming(param):
+                grammar.check_room(min(length, self.block_size + 1 - longest), param)
         seed = secrets.randbits(32) if p.seed is None else p.seed
         rows, earlier = [], collections.Counter[object]()
         for text, ids in prompts:
-            for _ in range(p.n):
+            for _ in range(best_of):
                 row = Row(
                     index=len(rows),
                     prompt=ids,
                     text=text,
                     seed=seed,
                     earlier=earlier[ids],
-                    max_new_tokens=length,
+                    max_new_tokens=min(length, self.block_size),
                     sampling=p.sampling,
                     stop_tokens=stop_tokens,
                     top_logprobs=top,
+                    grammar=grammar,
                     is_scored=is_scored,
                 )
                 earlier[ids] += 1
@@ -345,16 +406,14 @@ class Served:
         _need(not bad, "tokens", f"tokens has {short(bad[:1])}: needs ids from 0 to {known - 1}")
         return {"prompt": self.run.tokenizer.decode(p.tokens)}
 
-    def _check_length(self, name: str, length: int | None) -> None:
-        most = f"the context of this model is {self.block_size} tokens, needs at most as many"
-        _need((length or 0) <= self.block_size, name, f"{name}={short(length)}: {most}")
-
     def _check_ids(self, ids: Sequence[int], param: str) -> tuple[int, ...]:
         most, known = self.block_size, self.run.tokenizer.vocab_size
-        if not 1 <= len(ids) <= most:
-            message = f"the {param} has {len(ids):,} tokens, and the context of {self.name} is {most:,}"
-            code = "context_length_exceeded" if ids else None
-            raise RequestError(f"{message}: needs 1 to {most:,}", param=param, code=code)
+        _need(len(ids) > 0, param, f"the {param} has no tokens: needs 1 to {most}")
+        if len(ids) > most:  # clients look for OpenAI's words
+            message = (
+                f"This model's maximum context length is {most} tokens, and the {param} has {len(ids)}: shorten it"
+            )
+            raise RequestError(message, param=param, code="context_length_exceeded")
         _need(max(ids) < known, param, f"the {param} has the id {max(ids)}: needs ids from 0 to {known - 1}")
         return tuple(ids)
 

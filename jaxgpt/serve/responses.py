@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -48,6 +49,7 @@ class Choice:
         self._served, self._echo = served, echo
         self._detokenizer = Detokenizer(served.run.tokenizer, stop)
         self._places = Detokenizer(served.run.tokenizer)  # without stop strings: no text is held back
+        self._num_echoed = 0  # tokens of the prompt at the beginning of `tokens`
         self._read = 0  # characters of all tokens so far, which may be more than those of the text
         self._held: list[Token] = []  # tokens whose text is not out yet
 
@@ -58,7 +60,7 @@ class Choice:
         if self._echo:
             self._echo = False
             text, tokens = self._repeat_prompt(update.prompt)
-            self._read = len(text)
+            self._read, self._num_echoed = len(text), len(tokens)
         for number, i in enumerate(piece.tokens):
             if self.row.top_logprobs is not None:
                 self._held.append(self._token(i, self._read, piece.logprobs[number], piece.top[number]))
@@ -77,6 +79,11 @@ class Choice:
         self._held = self._held[len(out) :]
         self.tokens += tokens + out
         return text, tokens + out
+
+    def mean_logprob(self) -> float:
+        """Return the mean log-probability of the tokens after the prompt; 0 without any."""
+        own = self.tokens[self._num_echoed :]
+        return sum(token.logprob for token in own) / max(len(own), 1)
 
     def _repeat_prompt(self, scores: PromptScores | None) -> tuple[str, list[Token]]:
         tokenizer, ids, text = self._served.run.tokenizer, self.row.prompt, self.row.text
@@ -104,6 +111,7 @@ class Answer:
         """Start with no text, under a new id. p: the parameters, from which `rows` were planned."""
         self.parameters, self.rows, self._served = p, rows, served
         self._is_chat = isinstance(p, ChatParameters)
+        self._each = p.n if isinstance(p, ChatParameters) else p.each  # choices of each prompt
         echo = isinstance(p, CompletionParameters) and p.echo
         self._choices = [Choice(served, row, p.stops, echo=echo) for row in rows]
         self._head: dict[str, Any] = {
@@ -185,14 +193,22 @@ class Answer:
             async for _ in deltas:
                 pass
         found = []
-        for choice in self._choices:
-            message = {"role": "assistant", "content": choice.text, "refusal": None}
+        for index, choice in enumerate(self._best()):
+            message = {"role": "assistant", "content": choice.text}
             content = {"message": message} if self._is_chat else {"text": choice.text}
-            found.append(self._render(choice, content, choice.tokens, choice.finish))
+            found.append(self._render(choice, content, choice.tokens, choice.finish) | {"index": index})
         return self._head | {"choices": found, "usage": self._usage()}
 
+    def _best(self) -> list[Choice]:
+        """Return the choices of each prompt that the client gets: all, or those with the most probable tokens."""
+        n, found = self.parameters.n, []
+        for first in range(0, len(self._choices), self._each):
+            group = self._choices[first : first + self._each]
+            found += sorted(group, key=Choice.mean_logprob, reverse=True)[:n] if n < self._each else group
+        return found
+
     def _usage(self) -> dict[str, Any]:
-        each = self._choices[:: self.parameters.n]  # each prompt once
+        each = self._choices[:: self._each]  # each prompt once
         prompt = sum(len(choice.row.prompt) for choice in each)
         completion = sum(choice.num_tokens for choice in self._choices)
         usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
@@ -207,18 +223,19 @@ class Answer:
         with `top_token` have all alternatives, best first.
         """
         logprobs: dict[str, Any] | None = None
-        top = choice.row.top_logprobs
+        wanted = self.parameters.logprobs  # 0 wants the tokens' own
+        top = None if wanted is None or wanted is False else choice.row.top_logprobs
         if tokens is not None and top is not None and self._is_chat:
             entries = [
                 _entry(token.text, token.logprob) | {"top_logprobs": [_entry(text, p) for _, text, p in token.top]}
                 for token in tokens
             ]
-            logprobs = {"content": entries, "refusal": None}
+            logprobs = {"content": entries}
         elif tokens is not None and top is not None:
             logprobs = {
                 "tokens": [token.text for token in tokens],
                 "token_logprobs": [token.logprob for token in tokens],
-                "top_logprobs": [_by_text(token) for token in tokens] if top else None,
+                "top_logprobs": [_by_text(token) for token in tokens],
                 "text_offset": [token.offset for token in tokens],
                 "token_ids": [token.id for token in tokens],
             }
@@ -253,7 +270,7 @@ def _by_text(token: Token) -> dict[str, float] | None:
     found: dict[str, float] = {}
     for _, text, logprob in (*token.top, (token.id, token.text, token.logprob)):
         found.setdefault(text, logprob)
-    return found if token.top else None
+    return None if math.isnan(token.logprob) else found
 
 
 def _entry(text: str, logprob: float) -> dict[str, Any]:

@@ -201,4 +201,5 @@ def make_request(row: Row) -> Request:
         sampling=row.sampling,
         stop_tokens=row.stop_tokens,
         top_logprobs=row.top_logprobs,
+        grammar=row.grammar,
     )

@@ -7,6 +7,8 @@ import contextlib
 import hmac
 import ipaddress
 import math
+import re
+import secrets
 import signal
 import socket
 import threading
@@ -18,7 +20,8 @@ from urllib.parse import urlsplit
 import jax
 import uvicorn
 from starlette.applications import Starlette
-from starlette.types import Message, Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxgpt.config import Precision
@@ -51,17 +54,20 @@ def make_server(
     say: Callable[[str], None],
     key: str | None = None,
     hosts: Sequence[str] = (),
+    origins: Sequence[str] = (),
+    names: Sequence[str] = (),
+    any_name: bool = False,
     cache_dtype: Precision | None = None,
     prefix_bytes: int = 0,
     timeout: float = 300.0,
     log: Callable[[str], None] | None = None,
-) -> Guard:
+) -> ASGIApp:
     """Return the ASGI application of a run, with everything compiled and its decoding thread started.
 
     say: prints a line. log: prints prompts and completions; None: they are not printed. The others: see `cli.serve`.
     """
     start, queue = time.perf_counter(), QUEUE * slots
-    served = Served(run, slots=slots, queue=queue)
+    served = Served(run, slots=slots, queue=queue, names=names, any_name=any_name)
     model, params = run.decode_params
     vocab_size = run.tokenizer.vocab_size
     engine = Engine(
@@ -90,10 +96,18 @@ def make_server(
 
     jax.monitoring.register_event_duration_secs_listener(count_compilation)
     say(f"{run.directory}: compiled in {time.perf_counter() - start:.1f} s, {slots} slots")
-    return Guard(make_app(served, scheduler, log), scheduler.metrics, key=key, hosts=hosts, timeout=timeout)
+    app = make_app(served, scheduler, log)
+    return guard(app, scheduler.metrics, key=key, hosts=hosts, origins=origins, timeout=timeout)
 
 
-def serve(app: Guard, listener: socket.socket, say: Callable[[str], None]) -> None:
+def guard(app: Starlette, metrics: Metrics, *, origins: Sequence[str], **options: Any) -> ASGIApp:
+    """Return an application behind a `Guard`; pages of the origins may use it, "*" meaning all."""
+    guarded = Guard(app, metrics, origins=origins, **options)
+    allowed = {"allow_origins": origins, "allow_headers": ["*"], "expose_headers": ["x-request-id"]}
+    return CORSMiddleware(guarded, allow_methods=["GET", "POST"], **allowed) if origins else guarded
+
+
+def serve(app: ASGIApp, listener: socket.socket, say: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM, which let running requests end. say: prints a line."""
     server = make_uvicorn(app)
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn takes them meanwhile, and raises one again after the end
@@ -104,7 +118,7 @@ def serve(app: Guard, listener: socket.socket, say: Callable[[str], None]) -> No
     say("stopped")
 
 
-def make_uvicorn(app: Guard) -> uvicorn.Server:
+def make_uvicorn(app: ASGIApp) -> uvicorn.Server:
     """Return uvicorn with deadlines and limits."""
     config = uvicorn.Config(
         app,
@@ -136,13 +150,22 @@ def bind(host: str, port: int) -> socket.socket:
 class Guard:
     """ASGI middleware that checks each request, reads its body, and ends it if the client leaves or it takes too long."""
 
-    def __init__(self, app: Starlette, metrics: Metrics, *, key: str | None, hosts: Sequence[str], timeout: float):
+    def __init__(
+        self,
+        app: Starlette,
+        metrics: Metrics,
+        *,
+        key: str | None,
+        hosts: Sequence[str],
+        origins: Sequence[str],
+        timeout: float,
+    ):
         """Guard an application.
 
         key: that clients must send; None: everybody may ask. hosts: names by which the server may be called, beside
-        localhost and addresses. timeout: seconds for a whole request.
+        localhost and addresses. origins: of pages that may use it. timeout: seconds for a whole request.
         """
-        self._app, self._metrics, self._key, self._timeout = app, metrics, key, timeout
+        self._app, self._metrics, self._key, self._timeout, self._origins = app, metrics, key, timeout, set(origins)
         self._paths = {getattr(route, "path", "") for route in app.routes}  # that the metrics tell apart
         self._names = {"localhost", *(name.lower() for name in hosts)}
 
@@ -152,10 +175,14 @@ class Guard:
             await self._app(scope, receive, send)
             return
         start, status = time.perf_counter(), 0
+        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        request_id = given if re.fullmatch(rb"[\w.:-]{1,128}", given) else secrets.token_hex(16).encode()
 
         async def sending(message: Message) -> None:
             nonlocal status
-            status = message.get("status", status)
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
         try:
@@ -190,8 +217,10 @@ class Guard:
                 message = f"the server is not called {host[:80]!r}: use an address, or start it with --allowed-host"
                 raise RequestError(message, status=403, code="host") from None
         is_read = scope["method"] in ("GET", "HEAD")
-        if not is_read and origin is not None and origin.partition("://")[2] != host:
-            raise RequestError(f"a page of {origin[:80]!r} may not use this server", status=403, code="origin")
+        is_known = origin is None or origin.partition("://")[2] == host or {origin, "*"} & self._origins
+        if not is_read and not is_known:
+            message = f"a page of {origin[:80]!r} may not use this server: start it with --allowed-origin"
+            raise RequestError(message, status=403, code="origin")
         if scope["method"] == "POST" and headers.get(b"content-type", "").split(";")[0].strip() != "application/json":
             raise RequestError("the Content-Type must be application/json", status=415)
         given = headers.get(b"authorization", "").removeprefix("Bearer ").strip().encode()

@@ -15,7 +15,7 @@ from jaxgpt.sample.score import PromptScores
 from jaxgpt.serve.app import make_app
 from jaxgpt.serve.requests import Served
 from jaxgpt.serve.scheduler import Scheduler
-from jaxgpt.serve.server import Guard, make_server
+from jaxgpt.serve.server import guard, make_server
 from tests.helpers import make_model, recorded_run
 
 BLOCK = 96
@@ -105,11 +105,11 @@ def faked(byte_run):
     """A function that starts a server over a fake engine: faked(engine, key=...) -> client, whose `engine` it is."""
     with contextlib.ExitStack() as stack:
 
-        def start(engine=None, *, key=None, queue=4, hosts=(), timeout=20.0):
+        def start(engine=None, *, key=None, queue=4, hosts=(), origins=(), timeout=20.0, **naming):
             engine = engine or FakeEngine()
             scheduler, lines = Scheduler(engine, fake_score, queue=queue, log=lambda line: None), []
-            app = make_app(Served(byte_run, slots=engine.slots, queue=queue), scheduler, lines.append)
-            app = Guard(app, scheduler.metrics, key=key, hosts=hosts, timeout=timeout)
+            app = make_app(Served(byte_run, slots=engine.slots, queue=queue, **naming), scheduler, lines.append)
+            app = guard(app, scheduler.metrics, key=key, hosts=hosts, origins=origins, timeout=timeout)
             client = stack.enter_context(Client(app))
             client.guard, client.engine, client.scheduler, client.lines = app, engine, scheduler, lines
             return client

@@ -3,7 +3,7 @@
 import json
 import re
 
-from tests.serve.conftest import BLOCK, CHAT, HELLO, FakeEngine, wait_for
+from tests.serve.conftest import BLOCK, CHAT, HELLO, FakeEngine, refused, wait_for
 
 
 def events(response):
@@ -50,7 +50,7 @@ def test_a_chat(faked):
     body = client.ask(CHAT, **asked).json()
     (choice,) = body["choices"]
     assert body["object"] == "chat.completion" and choice["finish_reason"] == "length"
-    assert choice["message"] == {"role": "assistant", "content": "Use", "refusal": None}
+    assert choice["message"] == {"role": "assistant", "content": "Use"}
     chunks = events(client.ask(CHAT, **asked, stream=True))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas == [{"role": "assistant", "content": ""}, {"content": "Use"}, {}]
@@ -82,7 +82,8 @@ def test_echo_has_the_logprobs_of_the_prompt(faked):
     assert logprobs["top_token_ids"] == [[], [195, 0], [169, 0], [97, 0]]
     (only,) = client.ask(prompt="aé", echo=True, logprobs=0, max_tokens=0).json()["choices"]
     assert (only["text"], only["finish_reason"]) == ("aé", "length")
-    assert only["logprobs"]["token_logprobs"] == [None, -1.0, -1.0] and only["logprobs"]["top_logprobs"] is None
+    assert only["logprobs"]["token_logprobs"] == [None, -1.0, -1.0]
+    assert only["logprobs"]["top_logprobs"] == [None, {"�": -1.0}, {"�": -1.0}]
 
 
 def test_a_stop_string_ends_text_tokens_and_slot(faked):
@@ -115,13 +116,53 @@ def test_models_tokens_and_health(faked):
     client = faked()
     (model,) = client.get("/v1/models").json()["data"]
     assert model["id"] == "tiny" and model["jaxgpt"]["context"] == BLOCK
-    assert client.get("/v1/models/tiny").json() == model
+    assert client.get("/v1/models/tiny").json() == model and client.get("/v1/models/").json()["data"] == [model]
     tokens = client.ask("/tokenize", prompt="né", return_token_strs=True).json()
     assert tokens == {"count": 3, "max_model_len": BLOCK, "tokens": [110, 195, 169], "token_strs": ["n", "�", "�"]}
     assert client.ask("/detokenize", tokens=[110, 195, 169]).json() == {"prompt": "né"}
     assert client.get("/tokenizer_info").json()["eos_token"] == "\n"
     assert client.get("/health").json() == {"status": "ok"}
     assert client.get("/").headers["content-security-policy"]
+
+
+def test_a_model_has_the_names_it_is_given(faked):
+    client = faked(names=["mine", "gpt-4o"])
+    assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["mine", "gpt-4o"]
+    for name in ("mine", "gpt-4o"):
+        assert client.ask(prompt="a", model=name).json()["model"] == "mine"
+    refused(client.ask(prompt="a", model="tiny"), "model", "'mine' or 'gpt-4o'", status=404)
+    anything = faked(any_name=True)
+    assert anything.ask(prompt="a", model="gpt-3.5-turbo").json()["model"] == "tiny"
+    assert anything.get("/v1/models/gpt-3.5-turbo").json()["id"] == "gpt-3.5-turbo"
+
+
+def test_every_answer_has_an_id(faked):
+    client = faked()
+    ours = {client.ask(prompt="a").headers["x-request-id"], client.get("/v2").headers["x-request-id"]}
+    assert len(ours) == 2
+    assert client.get("/health", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    for bad in ("", "x" * 200, "a b"):
+        assert client.get("/health", headers={"x-request-id": bad}).headers["x-request-id"] not in ("", bad)
+
+
+def test_the_best_of_several_are_returned(faked):
+    """By mean log-probability; the engine draws -0.1 for each token of its third completion, and -0.5 for others."""
+
+    class Engine(FakeEngine):
+        def step(self, burst=8):
+            pieces = super().step(burst)
+            return [
+                piece._replace(logprobs=[-0.1 if piece.slot == 2 else -0.5] * len(piece.tokens)) for piece in pieces
+            ]
+
+    client = faked(Engine(slots=4))
+    body = client.ask(prompt="abc", max_tokens=5, n=2, best_of=4, logprobs=1).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1] and body["usage"]["completion_tokens"] == 20
+    assert [choice["logprobs"]["token_logprobs"] for choice in body["choices"]] == [[-0.1] * 5, [-0.5] * 5]
+    (choice,) = client.ask(prompt="abc", max_tokens=5, best_of=4, echo=True).json()["choices"]
+    assert choice["logprobs"] is None and choice["text"] == "abcabcab"
+    refused(client.ask(prompt="abc", best_of=2, stream=True), "best_of", "stream")
+    refused(client.ask(prompt="abc", n=3, best_of=2), "best_of", "n=3")
 
 
 def test_metrics_count(faked):

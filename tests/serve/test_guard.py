@@ -47,6 +47,21 @@ def test_pages_of_others_may_not_post(faked, origin):
     assert client.post("/v1/completions", json=body, headers=ours).status_code == 200
 
 
+def test_pages_of_an_allowed_origin_may(faked):
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    for allowed, others in ((["http://localhost:3000"], 403), (["*"], 200)):
+        client = faked(key=KEY, origins=allowed)
+        for origin, status in (("http://localhost:3000", 200), ("http://evil.example", others)):
+            headers = {"origin": origin, "authorization": f"Bearer {KEY}"}
+            response = client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+            assert response.status_code == status
+            assert ("access-control-allow-origin" in response.headers) == (status == 200)
+            before = client.options("/v1/completions", headers=asked | {"origin": origin})  # without the key
+            assert before.status_code == (200 if status == 200 else 400)
+        refused(client.get("/v1/models", headers={"origin": "http://localhost:3000"}), None, "key", status=401)
+    assert "access-control-allow-origin" not in faked().get("/health", headers={"origin": "http://a.example"}).headers
+
+
 def test_large_bodies_are_refused_by_their_length_and_while_they_are_read(faked):
     client = faked()
     refused(client.post("/tokenize", content=b" " * 2**20 + b"{}", headers=JSON), None, "1,048,576", status=413)

@@ -1,6 +1,8 @@
 """The server over the engine of a model."""
 
 import concurrent.futures
+import json
+import re
 
 import pytest
 
@@ -12,9 +14,9 @@ PROMPTS = ["In a village", "x", "the lance-rack, an old buckler, a lean hack", "
 def question(number):
     """One of many requests, each with other parameters."""
     filters = [{}, {"temperature": 0}, {"top_k": 5}, {"top_p": 0.9, "temperature": 1.3}, {"min_p": 0.05}]
-    more = [{}, {"repetition_penalty": 1.2}, {"stop": "e"}]
+    more = [{}, {"repetition_penalty": 1.2}, {"stop": "e"}, {"frequency_penalty": 1.5, "logit_bias": {"101": 3}}]
     body = {"prompt": PROMPTS[number % 4][: 1 + number % 40], "max_tokens": 1 + number % 30, "seed": number}
-    return body | {"logprobs": number % 4} | filters[number % 5] | more[number % 3]
+    return body | {"logprobs": number % 4} | filters[number % 5] | more[number % 4]
 
 
 def answer(client, body):
@@ -60,6 +62,46 @@ def test_nothing_is_compiled_after_the_warm_up(real):
     for number in range(16):
         answer(real, question(number) | {"echo": bool(number % 2)})
     answer(real, dict(prompt=[[1, 2], [3] * 40], n=2, seed=2**32 - 1, max_tokens=3, best_of=1))
+    assert real.sample("compilations_total") == 0
+
+
+SQUIRE = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "rides": {"enum": ["ass", "horse"]}},
+    "required": ["name", "rides"],
+    "additionalProperties": False,
+}
+
+
+def test_structured_output_matches_however_it_is_asked_for(real):
+    """The model has random parameters. Clients without a grammar get their bits, and nothing is compiled."""
+    wanted = {"json_schema": {"name": "squire", "schema": SQUIRE, "strict": True}, "type": "json_schema"}
+    asked = {"messages": HELLO, "max_tokens": 60, "n": 2}
+    free = [answer(real, question(number)) for number in range(4)]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        ways = [{"response_format": wanted}, {"guided_json": SQUIRE}, {"structured_outputs": {"json": SQUIRE}}]
+        ways += [{"guided_json": json.dumps(SQUIRE)}, {"response_format": wanted, "stream": True}]
+        found = [pool.submit(real.ask, CHAT, **asked, **way) for way in ways]
+        others = list(pool.map(lambda number: answer(real, question(number)), range(4)))
+        found = [future.result() for future in found]
+    assert others == free
+    for way, response in zip(ways, found, strict=True):
+        assert response.status_code == 200, response.text
+        texts = ["", ""]
+        if "stream" in way:
+            for line in response.text.strip().split("\n\n")[:-1]:
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                texts[choice["index"]] += choice["delta"].get("content", "")
+        else:
+            assert {choice["finish_reason"] for choice in response.json()["choices"]} == {"stop"}
+            texts = [choice["message"]["content"] for choice in response.json()["choices"]]
+        for text in texts:
+            assert json.loads(text)["rides"] in ("ass", "horse"), text
+    for how, pattern in (({"guided_regex": "[0-9]{4}"}, "[0-9]{4}"), ({"guided_choice": ["ja", "nein"]}, "ja|nein")):
+        (choice,), _ = answer(real, dict(prompt="x", max_tokens=20, **how))
+        assert re.fullmatch(pattern, choice["text"]) and choice["finish_reason"] == "stop"
+    body = real.ask(CHAT, messages=HELLO, max_tokens=30, response_format={"type": "json_object"}).json()
+    assert isinstance(json.loads(body["choices"][0]["message"]["content"]), dict)
     assert real.sample("compilations_total") == 0
 
 

@@ -12,26 +12,47 @@ NO_NUMBER = ("1", "", [1], {}, True, HUGE, -HUGE)
 NO_COUNT = (*NO_NUMBER, 0.5, -1, 2**63, 1e308)
 NO_FLAG = ("true", 1, 0, [], {}, 0.5)
 SURROGATE = "\ud800"  # half of a character: valid JSON, and no UTF-8
+LONG = {"type": "string", "minLength": 1000}  # than the context
 COMMON = {
     "temperature": (*NO_NUMBER, -1, 1e300),
-    "top_p": (*NO_NUMBER, -1, 2, 0),
-    "top_k": (*NO_COUNT, 0),
+    "top_p": (*NO_NUMBER, -1, 2),
+    "top_k": (*NO_NUMBER, 0.5, -2, 2**63, 1e308),
+    "typical_p": (*NO_NUMBER, 0, 1.5),
+    "frequency_penalty": (*NO_NUMBER, 2.5, -3),
+    "presence_penalty": (*NO_NUMBER, 2.5, -3),
+    "logit_bias": (
+        *(1, "x", [], [[1, 5]], {"a": 1}, {"-1": 1}, {"1": "5"}, {"1": None}, {"1": 101}, {"1": HUGE}),
+        *({"256": 1}, {"9" * 500: 1}, {"01": 1, "1": 1}, {str(i): 1 for i in range(1025)}),
+    ),
     "min_p": (*NO_NUMBER, -0.1, 1.5),
     "repetition_penalty": (*NO_NUMBER, -1, 0),
     "n": (*NO_COUNT, 0, 3, 10**6),
-    "seed": ("1", [1], True, 0.5, HUGE, -1, 2**32),
-    "stop": (1, True, {}, [1], [None], [["x"]], ["a"] * 5, "a" * 257, "", ["", "x"]),
+    "seed": ("1", [1], True, 0.5, HUGE, -2, 2**32),
+    "stop": (1, True, {}, [1], [None], [["x"]], ["a"] * 17, "a" * 257, "", ["", "x"]),
     "stream": NO_FLAG,
     "stream_options": (1, "x", [], {"include_usage": 1}, {"unknown": True}, {"include_usage": True}),
-    "max_tokens": (*NO_COUNT, BLOCK + 1, 10**9),
+    "max_tokens": NO_COUNT,
     "temprature": (1,),
     "__class__": ("x",),
-    "best_of": (2,),
+    "best_of": (*NO_COUNT, 0, 3),
     "suffix": ("x",),
-    "logit_bias": ({"1": 5},),
-    "frequency_penalty": (0.5, False),
     "tools": ([{}],),
-    "response_format": ({"type": "json_object"},),
+    "response_format": (
+        *(
+            1,
+            "json_object",
+            [],
+            {},
+            {"type": "xml"},
+            {"type": "json_schema"},
+            {"type": "json_schema", "json_schema": {}},
+        ),
+        *({"type": "json_schema", "json_schema": {"schema": schema}} for schema in (1, [], {"type": "x"}, LONG)),
+    ),
+    "guided_json": (1, [], "x", "[]", "{", {"type": "x"}, LONG),
+    "guided_regex": (1, ["a"], "[", "(?=a)b", "(a?){500}a{500}", "a{2000}"),
+    "guided_choice": (1, "a", [], [""], [1], ["a" * 2000]),
+    "structured_outputs": (1, [], {}, {"xml": "a"}, {"regex": "a", "json": {}}, {"regex": "["}, {"choice": 1}),
 }
 WRONG = {
     "/v1/completions": COMMON
@@ -58,7 +79,7 @@ WRONG = {
             HELLO * 2049,
             None,
         ),
-        "max_completion_tokens": (*NO_COUNT, 0, 10**9),
+        "max_completion_tokens": (*NO_COUNT, 0),
         "logprobs": (1, 5, "true", [], {}),
         "top_logprobs": (*NO_COUNT, 21, 5),
         "prompt": ("x",),
@@ -92,12 +113,25 @@ def test_bad_parameters_are_named(client, path, name):
 
 def test_what_asks_for_nothing_is_accepted(client):
     neutral = dict(best_of=1, suffix=None, logit_bias={}, frequency_penalty=0, presence_penalty=0.0, tools=[])
+    neutral |= {"response_format": {"type": "text"}}
     ignored = dict(user="me", store=True, metadata={}, service_tier="auto", parallel_tool_calls=False)
+    ignored |= dict(reasoning_effort="low", prompt_cache_key="x", safety_identifier="y")
     assert client.ask(prompt="a", max_tokens=1, **neutral, **ignored, top_p=None).status_code == 200
+    for defaults in (dict(top_k=0, top_p=0, seed=-1), dict(top_k=-1, stop=["a"] * 16, min_p=0)):
+        assert client.ask(prompt="a", max_tokens=1, **defaults).status_code == 200, defaults
+
+
+def test_lengths_beyond_the_context_are_what_it_holds(client):
+    for many in (BLOCK + 1, 10**9):
+        (choice,) = client.ask(prompt="a", max_tokens=many).json()["choices"]
+        assert choice["finish_reason"] == "length"
+        for name in ("max_tokens", "max_completion_tokens"):
+            assert client.ask(CHAT, messages=HELLO, **{name: many}).status_code == 200
 
 
 def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(client):
-    refused(client.ask(prompt="a" * (BLOCK + 1)), "prompt", str(BLOCK), str(BLOCK + 1))
+    said = f"This model's maximum context length is {BLOCK} tokens"  # litellm looks for these words
+    refused(client.ask(prompt="a" * (BLOCK + 1)), "prompt", said, str(BLOCK + 1))
     assert client.ask(prompt="a" * BLOCK, max_tokens=1).status_code == 200
 
 
@@ -111,6 +145,20 @@ def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(client):
 )
 def test_bad_messages_are_named(client, message):
     refused(post(client, CHAT, json.dumps({"messages": [*HELLO, message]})), "messages[1]")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "me"},
+        {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "audio": None, "function_call": None},
+        {"role": "assistant", "content": "x", "tool_calls": [], "provider_specific_fields": {"refusal": None}},
+    ],
+    ids=str,
+)
+def test_messages_of_other_programs_are_read(client, message):
+    assert client.ask(CHAT, messages=[message, *HELLO], max_tokens=1).status_code == 200
 
 
 @pytest.mark.parametrize(
