@@ -59,7 +59,7 @@ SHARDS = [
 CHATS = [
     ("nowhere.jsonl", "no file at nowhere.jsonl: --data.path NAME.jsonl takes"),
     ("half.jsonl", "half.jsonl:2: the line is damaged"),
-    ("role.jsonl", "role.jsonl:3: message 1 has the role 'tool': needs one of system, user, assistant"),
+    ("role.jsonl", "role.jsonl:3: message 1 is {'content': 'a', 'role': 'tool'}: needs a role, system, user, assistant"),
     ("content.jsonl", "content.jsonl:1: message 2 has the content None: needs a text"),
     ("alone.jsonl", "alone.jsonl:1: none of its 1 messages is the assistant's"),
     ("end.jsonl", r"end.jsonl:2: message 1 has '\x03', which ends a turn"),
@@ -233,7 +233,7 @@ SAMPLING = [
     (["--num-samples", "0"], "--num-samples=0: needs at least 1"),
     (["--temperature", "-1"], "temperature=-1.0"),
     (["--top-k", "0"], "top_k=0"),
-    (["--top-p", "0"], "top_p=0.0"),
+    (["--top-p", "-0.5"], "top_p=-0.5"),
     (["--repetition-penalty", "0"], "repetition_penalty=0.0"),
     (["--stop="], "a stop string is empty"),
     (["--seed", "-1"], "seed=-1: needs at least 0"),

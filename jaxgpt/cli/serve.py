@@ -48,7 +48,7 @@ def serve(
         api_key_file: a file with the key that clients must send; None: JAXGPT_API_KEY, or no key if that is not set
         no_key: listen beyond this machine without a key
         allowed_host: a name by which clients may call the server, beside localhost and addresses
-        allowed_origin: a web page's origin, such as http://localhost:3000, that may use the server; *: every page
+        allowed_origin: a web page's origin, such as http://localhost:3000, that may use the server; an asterisk: every page
         model_name: a name of the model, instead of the run directory's; answers have the first
         any_model: answer requests for any model, for programs that ask for one of OpenAI's
         timeout: seconds after which a request ends

@@ -103,7 +103,7 @@ found["errors"] = [fails(temperature=-1), fails(extra_body={"tempereture": 1}), 
     assert lengths == {11} and echoed["text_offset"][:9] == list(range(9))
     assert [error[0] for error in found["errors"]] == ["temperature", "tempereture", "prompt"]
     assert {error[1] for error in found["errors"]} == {"invalid_request_error"}
-    assert f"{CONTEXT + 1:,} tokens" in found["errors"][2][2]
+    assert f"maximum context length is {CONTEXT} tokens, and the prompt has {CONTEXT + 1}" in found["errors"][2][2]
 
 
 def test_openai_retries_when_the_queue_is_full(server):
