@@ -13,9 +13,10 @@ import jax
 from jaxgpt.config import MAX_NEW_TOKENS, Experiment, Precision
 from jaxgpt.config.validate import check_count, short, to_python
 from jaxgpt.data.conversations import encode_messages, find_end_of_turn
-from jaxgpt.data.template import ChatTemplate, Message, find_template
+from jaxgpt.data.template import ChatTemplate, find_template
 from jaxgpt.data.template import fingerprint as template_fingerprint
 from jaxgpt.data.tokenizer import Tokenizer, find_start_token, fingerprint
+from jaxgpt.data.tools import Message, Tool
 from jaxgpt.errors import UserError
 from jaxgpt.hf.source import end_tokens
 from jaxgpt.layers.block import Compute
@@ -64,9 +65,9 @@ class PromptFormat:
         ids = [[*self.tokenizer.prefix, *self.tokenizer.encode(prompt).tolist()] for prompt in prompts]
         return [row or [find_start_token(self.tokenizer)[0]] for row in ids]
 
-    def encode_messages(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of a conversation and of the header of the assistant's turn."""
-        return encode_messages(self.template, self.tokenizer, messages)
+    def encode_messages(self, messages: Sequence[Message], tools: Sequence[Tool] = (), begin: str = "") -> list[int]:
+        """Return the ids of a conversation, of the header of the assistant's turn, and of the beginning of its answer."""
+        return encode_messages(self.template, self.tokenizer, messages, tools, begin)
 
     def stop_tokens(self, chat: bool) -> list[int]:
         """Return the ids that end a completion. chat: also the end of the assistant's turn."""

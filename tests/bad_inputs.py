@@ -59,7 +59,10 @@ SHARDS = [
 CHATS = [
     ("nowhere.jsonl", "no file at nowhere.jsonl: --data.path NAME.jsonl takes"),
     ("half.jsonl", "half.jsonl:2: the line is damaged"),
-    ("role.jsonl", "role.jsonl:3: message 1 is {'content': 'a', 'role': 'tool'}: needs a role, system, user, assistant"),
+    (
+        "role.jsonl",
+        "role.jsonl:3: message 1 is {'content': 'a', 'role': 'robot'}: needs a role, system, user, assistant",
+    ),
     ("content.jsonl", "content.jsonl:1: message 2 has the content None: needs a text"),
     ("alone.jsonl", "alone.jsonl:1: none of its 1 messages is the assistant's"),
     ("end.jsonl", r"end.jsonl:2: message 1 has '\x03', which ends a turn"),

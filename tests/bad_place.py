@@ -91,7 +91,7 @@ def _chats(place: Path) -> None:
     for name, text in {
         "good": good * 3,
         "half": good + good[:20],
-        "role": good + good + line(("tool", "a"), ("assistant", "b")),
+        "role": good + good + line(("robot", "a"), ("assistant", "b")),
         "content": line(("user", "a"), ("assistant", None)),
         "alone": line(("user", "a")),
         "end": good + line(("user", "a\x03"), ("assistant", "b")),

@@ -13,8 +13,9 @@ import numpy as np
 
 from jaxgpt.config.validate import short
 from jaxgpt.data.pipeline import RowReader, Split, pick_evenly
-from jaxgpt.data.template import ChatTemplate, Message, Written, check_message, index_specials
+from jaxgpt.data.template import ChatTemplate, Written, check_message, index_specials
 from jaxgpt.data.tokenizer import Tokenizer
+from jaxgpt.data.tools import Message, Tool, check_tools
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json, read_lines
 
@@ -22,13 +23,15 @@ LONGEST_LINE = 2**24  # bytes
 SHAPE = 'needs {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
 
-def read_messages(path: str | Path) -> Iterator[tuple[str, list[Message]]]:
-    """Yield ("FILE:LINE", messages) for the lines of a .jsonl file that are not blank.
+def read_messages(path: str | Path) -> Iterator[tuple[str, list[Message], tuple[Tool, ...]]]:
+    """Yield ("FILE:LINE", messages, tools) for the lines of a .jsonl file that are not blank.
 
     Raises `UserError`, with file and line, for a line that is not a conversation or has no message of the assistant.
     """
     for where, raw in read_lines(path, LONGEST_LINE, "cut the conversation"):
-        yield where, _messages(parse_json(raw, f"{where}: the line"), where)
+        value = parse_json(raw, f"{where}: the line")
+        messages = _messages(value, where)
+        yield where, messages, check_tools(value.get("tools"), f"{where}: tools")
 
 
 def _messages(value: Any, where: str) -> list[Message]:
@@ -36,16 +39,10 @@ def _messages(value: Any, where: str) -> list[Message]:
     if not isinstance(messages, list) or not messages:
         got = f"messages={short(messages)}" if isinstance(value, dict) and "messages" in value else short(value)
         raise UserError(f"{where}: got {got}, {SHAPE}")
-    checked, count = [], len(messages)
-    for number, given in enumerate(messages, 1):
-        checked.append(message := check_message(given, here := f"{where}: message {number}"))
-        if (weight := given.get("weight")) is not None and message["role"] == "assistant":
-            if type(weight) not in (int, float) or weight not in (0, 1):
-                raise UserError(f"{here} has the weight {short(weight)}: needs 0, to learn nothing from it, or 1")
-            message |= {} if weight else {"weight": "0"}
+    checked = [check_message(message, f"{where}: message {number}") for number, message in enumerate(messages, 1)]
     if not any(message["role"] == "assistant" and "weight" not in message for message in checked):
         raise UserError(
-            f"{where}: none of its {count} messages is the assistant's with a weight: needs one to learn from"
+            f"{where}: none of its {len(checked)} messages is the assistant's with a weight: needs one to learn from"
         )
     return checked
 
@@ -57,9 +54,9 @@ def encode_all(
 
     Tokens after the last answer are dropped. Raises `UserError` for a conversation that the template rejects.
     """
-    for where, messages in read_messages(path):
+    for where, messages, tools in read_messages(path):
         try:
-            ids, answers = tokenise(_drop_unlearnt(template.write(messages), messages), tokenizer)
+            ids, answers = tokenise(_drop_unlearnt(template.write(messages, tools=tools), messages), tokenizer)
         except UserError as e:
             raise UserError(f"{where}: {e}") from None
         if not answers.any():
@@ -79,9 +76,16 @@ def _drop_unlearnt(written: Written, messages: Sequence[Message]) -> Written:
     return dataclasses.replace(written, answers=kept)
 
 
-def encode_messages(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """Return the ids of a conversation and of the header of the assistant's turn."""
-    return tokenise(template.write(messages, prompt=True), tokenizer)[0].tolist()
+def encode_messages(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] = (),
+    begin: str = "",
+) -> list[int]:
+    """Return the ids of a conversation, of the header of the assistant's turn, and of the beginning of its answer."""
+    written = template.write(messages, tools=tools, prompt=True)
+    return tokenise(dataclasses.replace(written, text=written.text + begin), tokenizer)[0].tolist()
 
 
 def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int:

@@ -24,6 +24,7 @@ from jaxgpt.data.corpus import find_corpus_files, find_user_files, read_text
 from jaxgpt.data.pipeline import Dataset, Tokens
 from jaxgpt.data.shards import find_shards, open_shards
 from jaxgpt.data.tokenizer import CharTokenizer, Tokenizer, fingerprint, load_tokenizer, open_tokenizer, train_bpe
+from jaxgpt.data.tools import spell_out
 from jaxgpt.errors import UserError
 from jaxgpt.files import cache_directory, is_there, make_cache, read_json, sha256
 
@@ -254,7 +255,8 @@ def _encode_conversations(config: DataConfig, template_directory: Path | None) -
 
     def read() -> Iterator[list[str]]:
         """Yield the texts of each conversation."""
-        return ([m["content"] for m in messages] for _, messages in read_messages(path))
+        read_lines = read_messages(path)
+        return ([m["content"] for m in spell_out(messages, tools)] for _, messages, tools in read_lines)
 
     alphabet, count = set[str](), 0
     for texts in read():  # an invalid line raises here, before any is encoded

@@ -29,18 +29,15 @@ from typing import Any
 
 from jaxgpt.config.validate import short
 from jaxgpt.data.tokenizer import Tokenizer
+from jaxgpt.data.tools import Message, Tool, check_calls, check_characters, spell_out
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_bytes, read_json, write_whole
 
-# "role", one of ROLES, and "content"; "weight" is "0" for an answer from which nothing is learnt
-Message = dict[str, str]
 Span = tuple[int, int]  # [start, end) in characters
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 # Around the output of {% generation %}, and around the number of a content in its placeholder.
 OPEN, CLOSE, HOLE = MARKS = ("\ufdd0", "\ufdd1", "\ufdd2")  # noncharacters, which contents must not contain
-NO_CHARACTER = re.compile(f"[\ud800-\udfff{''.join(MARKS)}]")
-CALLS = {"tool_calls", "function_call"}  # of an assistant's message, which are not text
 LARGEST_CONFIG = 2**24  # bytes of a tokenizer_config.json; Gemma 3's, with 6,000 added tokens, has 2**20
 ETX = "\x03"  # "end of text" among ASCII's control codes
 LONGEST_TEXT = 2**24  # characters that a template in Jinja may write
@@ -52,25 +49,33 @@ TODAY = datetime.date(2025, 1, 1)
 def check_message(message: Any, where: str) -> Message:
     """Return the role and the content of a message from another program, in OpenAI's form. where: for the error.
 
-    A content may be a list of texts, and a developer is a system. `name` is ignored, and so are the other fields of an
-    assistant's answer that comes back, unless it has called a tool. Raises `UserError` for what is not text.
+    A content may be a list of texts, and a developer is a system. Other fields are ignored in an assistant's answer that
+    comes back, except calls of tools. Raises `UserError` for what is not text.
     """
     role, content = (message.get(name) for name in ("role", "content")) if isinstance(message, dict) else (None, None)
     role = "system" if role == "developer" else role
-    if not isinstance(role, str) or role not in ROLES or "content" not in message:
+    calls = message.get("tool_calls") if role == "assistant" else None
+    if not isinstance(role, str) or role not in ROLES or ("content" not in message and not calls):
         raise UserError(f"{where} is {short(message)}: needs a role, {', '.join(ROLES)}, and a content")
     if isinstance(content, list):
         parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
         texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
         content = "".join(texts) if len(texts) == len(content) else content
+    content = "" if content is None and calls else content
     if not isinstance(content, str):
         raise UserError(f"{where} has the content {short(content)}: needs a text")
-    ignored = ("role", "content", "name", *(message.keys() - CALLS if role == "assistant" else ()))
+    ignored = {"role", "content", "name", "tool_call_id", *(message if role == "assistant" else ())} - {"function_call"}
     if other := [name for name, held in message.items() if name not in ignored and held not in (None, [])]:
         raise UserError(f"{where} has {short(other[0])}, which is not understood: leave only role and content")
-    if bad := NO_CHARACTER.search(content):
-        raise UserError(f"{where} has U+{ord(bad[0]):04X} in its content, which is not a character: take it out")
-    return {"role": role, "content": content}
+    check_characters(content, f"{where}: the content")
+    checked: Message = {"role": role, "content": content}
+    if role == "assistant" and (weight := message.get("weight")) is not None:
+        if type(weight) not in (int, float) or weight not in (0, 1):
+            raise UserError(f"{where} has the weight {short(weight)}: needs 0, to learn nothing from it, or 1")
+        checked |= {} if weight else {"weight": "0"}
+    if role == "tool":
+        checked |= {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
+    return checked | ({"tool_calls": check_calls(calls, where)} if calls else {})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,10 +96,10 @@ class Turns:
     special: bool  # whether `end` is a special token; otherwise no content may contain it
     begin: str = ""  # the tokenizer's prefix, as text
 
-    def write(self, messages: Sequence[Message], *, prompt: bool = False) -> Written:
+    def write(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), prompt: bool = False) -> Written:
         """Render messages; `prompt` appends the header of an answer. Raises `UserError` if a content contains `end`."""
         text, answers, contents = self.begin, [], []
-        for number, message in enumerate(messages, 1):
+        for number, message in enumerate(spell_out(messages, tools), 1):
             role, content = message["role"], message["content"]
             if not self.special and self.end in content:
                 raise UserError(f"message {number} has {self.end!r}, which ends a turn: take it out")
@@ -220,10 +225,12 @@ class Jinja:
     tokens: dict[str, str]  # text of bos_token, eos_token, ...
     specials: tuple[str, ...]
 
-    def _text(self, messages: Sequence[Message], *, prompt: bool = False) -> tuple[str, list[Span]]:
+    def _text(
+        self, messages: Sequence[Message], tools: Sequence[Tool], *, prompt: bool = False
+    ) -> tuple[str, list[Span]]:
         """Return (rendered text, spans of its {% generation %} blocks)."""
-        given = {"messages": [dict(m) for m in messages], "add_generation_prompt": prompt}
-        rendered = compile_template(self.source)(**given, tools=None, documents=None, **self.tokens)
+        given = {"messages": [dict(m) for m in messages], "tools": list(tools) or None, "add_generation_prompt": prompt}
+        rendered = compile_template(self.source)(**given, documents=None, **self.tokens)
         text, spans = "", []
         for part in re.split(f"([{OPEN}{CLOSE}])", rendered):
             if part == OPEN:
@@ -234,17 +241,22 @@ class Jinja:
                 text += part
         return text, spans
 
-    def write(self, messages: Sequence[Message], *, prompt: bool = False) -> Written:
-        """Render messages: see `Turns.write`."""
-        text, answers = self._text(messages, prompt=prompt)
+    def write(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), prompt: bool = False) -> Written:
+        """Render messages: see `Turns.write`. Raises `UserError` for tools and calls with special tokens in them."""
+        others = [tools, [{name: held for name, held in m.items() if name != "content"} for m in messages]]
+        spelled = json.dumps(others, ensure_ascii=False)
+        if token := next((token for token in self.specials if token in spelled), None):
+            raise UserError(f"the tools or their calls have {token!r}, a special token: take it out")
+        text, answers = self._text(messages, tools, prompt=prompt)
         if not answers and not prompt:
-            answers = [self._answer(messages, n, text) for n, m in enumerate(messages) if m["role"] == "assistant"]
-        return Written(text=text, answers=tuple(answers), contents=self._contents(messages, text, prompt))
+            own = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
+            answers = [self._answer(messages, tools, n, text) for n in own]
+        return Written(text=text, answers=tuple(answers), contents=self._contents(messages, tools, text, prompt))
 
-    def _answer(self, messages: Sequence[Message], number: int, text: str) -> Span:
+    def _answer(self, messages: Sequence[Message], tools: Sequence[Tool], number: int, text: str) -> Span:
         """Return the span that an answer adds to its prompt, up to a last special token followed only by whitespace."""
-        before, _ = self._text(messages[:number], prompt=True)
-        after, _ = self._text(messages[: number + 1])
+        before, _ = self._text(messages[:number], tools, prompt=True)
+        after, _ = self._text(messages[: number + 1], tools)
         end = len(after.rstrip())
         if not after[:end].endswith(self.specials):
             end = len(after)
@@ -256,12 +268,14 @@ class Jinja:
             )
         return len(before), end
 
-    def _contents(self, messages: Sequence[Message], text: str, prompt: bool) -> tuple[Span, ...]:
+    def _contents(
+        self, messages: Sequence[Message], tools: Sequence[Tool], text: str, prompt: bool
+    ) -> tuple[Span, ...]:
         """Find the contents in the text, by rendering the messages again with placeholders for them."""
         contents = [m["content"] for m in messages]
         holes = [m | {"content": m["content"] and f"{HOLE}{n}{HOLE}"} for n, m in enumerate(messages)]
         try:
-            parts = re.split(f"{HOLE}([0-9]+){HOLE}", self._text(holes, prompt=prompt)[0])
+            parts = re.split(f"{HOLE}([0-9]+){HOLE}", self._text(holes, tools, prompt=prompt)[0])
         except UserError:  # the template inspects contents
             parts = []
         for trimmed in (str, str.strip, str.rstrip, str.lstrip):  # what templates do to contents
@@ -357,7 +371,7 @@ def fingerprint(template: ChatTemplate) -> str:
 
 def list_plain_characters() -> str:
     """Return the characters that the plain template may add to the contents."""
-    return PLAIN.write([{"role": role, "content": ""} for role in ROLES]).text
+    return PLAIN.write([{"role": role, "content": ""} for role in ("system", "user", "assistant")]).text
 
 
 @functools.lru_cache(maxsize=4)  # some tokenizers have thousands

@@ -51,6 +51,7 @@ def compile_grammar(
     schema: dict[str, Any] | None = None,
     regex: str | None = None,
     choices: Sequence[str] | None = None,
+    lark: str | None = None,
 ) -> Grammar | None:
     """Return the grammar of what is given, or None. Raises `UserError` for what llguidance cannot follow.
 
@@ -59,8 +60,9 @@ def compile_grammar(
         schema: of JSON (draft 2020-12, without some keywords). Separators have one space after them, or none.
         regex: in Rust's syntax, for the whole completion. One that takes too long to compile is refused.
         choices: texts, of which the completion is one.
+        lark: a grammar in llguidance's own form.
     """
-    given = {"schema": schema, "regex": regex, "choices": choices}
+    given = {"schema": schema, "regex": regex, "choices": choices, "lark": lark}
     named = [name for name, value in given.items() if value is not None]
     if not named:
         return None
@@ -73,6 +75,8 @@ def compile_grammar(
     (name,), words = named, _words(tokenizer)
     if regex is not None:
         text = LLMatcher.grammar_from_regex(regex)
+    elif lark is not None:
+        text = LLMatcher.grammar_from_lark(lark)
     elif choices is not None:
         if not choices or not all(choices):
             raise UserError(f"choices={short(choices)}: needs at least one text, none empty")

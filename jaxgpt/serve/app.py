@@ -95,8 +95,7 @@ def make_app(served: Served, scheduler: Scheduler, log: Callable[[str], None] | 
         await asyncio.to_thread(scheduler.close, GRACE)
 
     routes = [
-        Route("/v1/models", models),
-        Route("/v1/models/", models),
+        *(Route(path, models) for path in ("/v1/models", "/v1/models/")),
         Route("/v1/models/{name:path}", model),
         Route("/v1/completions", completes(CompletionParameters), methods=["POST"]),
         Route("/v1/chat/completions", completes(ChatParameters), methods=["POST"]),

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
 from jaxgpt.config.validate import LARGEST_SIZE, Interval, check_value, field_hints, short, suggest
-from jaxgpt.data.template import Message, check_message
+from jaxgpt.data.template import check_message
 from jaxgpt.data.tokenizer import Tokenizer
+from jaxgpt.data.tools import Offer, check_tools, offer_tools
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json
 from jaxgpt.run import Run
 from jaxgpt.sample import Sampling
-from jaxgpt.sample.grammar import Grammar, compile_grammar
+from jaxgpt.sample.grammar import JSON, Grammar, compile_grammar
 from jaxgpt.sample.state import MAX_TOP, check_ids
 
 # They change nothing here, and clients send them unasked.
@@ -30,8 +31,6 @@ DEFAULTS = {"top_k": (0, -1), "seed": (-1,)}
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
@@ -39,8 +38,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 # What a request may say of `Sampling`; greedy is a temperature of 0.
 FILTERS = {name: hint for name, hint in field_hints(Sampling).items() if name != "greedy"}
 GRAMMARS = {"json": "schema", "regex": "regex", "choice": "choices"}  # vLLM's names, and ours
-MAX_STOPS, LONGEST_STOP = 16, 256  # strings, characters
-MAX_STOP_TOKENS = 16
+MAX_STOPS, LONGEST_STOP, MAX_STOP_TOKENS = 16, 256, 16  # strings, characters, ids
 MAX_MESSAGES = 2048  # that a conversation may have
 
 Prompt = str | tuple[int, ...]  # a text, or token ids
@@ -95,39 +93,36 @@ class Parameters:
 
         Raises `RequestError` for what is no grammar.
         """
-        given: dict[str, dict[str, Any]] = {}
+        given: dict[str, tuple[str, Any]] = {
+            "guided_json": ("schema", self.guided_json),
+            "guided_regex": ("regex", self.guided_regex),
+            "guided_choice": ("choices", self.guided_choice),
+        }
         match self.response_format:
             case None | {"type": "text"}:
                 pass
             case {"type": "json_object"}:
-                given["response_format"] = {"schema": {"type": "object"}}
+                given["response_format"] = "schema", {"type": "object"}
             case {"type": "json_schema", "json_schema": {"schema": schema}}:
-                given["response_format"] = {"schema": schema}
+                given["response_format"] = "schema", schema
             case other:
                 needed = 'needs the type text, json_object, or json_schema with {"json_schema": {"schema": ...}}'
                 raise RequestError(f"response_format={short(other)}: {needed}", param="response_format")
-        match self.structured_outputs:
-            case None:
-                pass
-            case {"json": value, **rest} | {"regex": value, **rest} | {"choice": value, **rest} if not rest:
-                (kind,) = self.structured_outputs
-                given["structured_outputs"] = {GRAMMARS[kind]: value}
-            case other:
-                message = f"structured_outputs={short(other)}: needs one of json, regex and choice"
-                raise RequestError(message, param="structured_outputs")
-        for kind, name in GRAMMARS.items():
-            if (value := getattr(self, f"guided_{kind}")) is not None:
-                given[f"guided_{kind}"] = {name: value}
+        if (asked := self.structured_outputs) is not None:
+            message = f"structured_outputs={short(asked)}: needs one of {', '.join(GRAMMARS)}"
+            _need(len(asked) == 1 and asked.keys() <= GRAMMARS.keys(), "structured_outputs", message)
+            ((kind, value),) = asked.items()
+            given["structured_outputs"] = GRAMMARS[kind], value
+        given = {param: pair for param, pair in given.items() if pair[1] is not None}
         if len(given) > 1:
             raise RequestError(f"{' and '.join(given)}: needs one of them", param=[*given][1])
-        for param, how in given.items():
+        for param, (name, value) in given.items():
             with _naming(param):
-                if isinstance(text := how.get("schema"), str):  # vLLM takes the text of one, too
-                    how["schema"] = parse_json(text.encode(errors="replace"), param)
-                hint = {"schema": dict, "regex": str, "choices": tuple[str, ...]}
-                for name, value in how.items():
-                    value = tuple(value) if isinstance(value, list) else value
-                    return param, compile_grammar(tokenizer, **{name: check_value(param, value, hint[name])})
+                if name == "schema" and isinstance(value, str):  # vLLM takes the text of one, too
+                    value = parse_json(value.encode(errors="replace"), param)
+                value = tuple(value) if isinstance(value, list) else value
+                hint = {"schema": dict, "regex": str, "choices": tuple[str, ...]}[name]
+                return param, compile_grammar(tokenizer, **{name: check_value(param, value, hint)})
         return "", None
 
 
@@ -166,6 +161,8 @@ class ChatParameters(Parameters):
     """Parameters of `/v1/chat/completions`."""
 
     messages: Any = None
+    tools: Any = None
+    tool_choice: Any = None
     max_tokens: Annotated[int, Interval(ge=1)] | None = None  # None: what the context holds
     max_completion_tokens: Annotated[int, Interval(ge=1)] | None = None  # its newer name
     logprobs: bool = False
@@ -238,19 +235,6 @@ def _read_biases(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple((int(name), bias) for name, bias in value.items())
 
 
-def check_messages(messages: Any) -> list[Message]:
-    """Return the messages of a conversation. Raises `RequestError` for what is not text."""
-    if not isinstance(messages, list) or not messages:
-        raise RequestError(f"messages={short(messages)}: needs a list of at least one message", param="messages")
-    many = f"there are {len(messages):,} messages: needs at most {MAX_MESSAGES:,}, leave out the oldest"
-    _need(len(messages) <= MAX_MESSAGES, "messages", many)
-    checked = []
-    for number, message in enumerate(messages):
-        with _naming(where := f"messages[{number}]"):
-            checked.append(check_message(message, where))
-    return checked
-
-
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Row:
     """One choice to generate."""
@@ -265,6 +249,7 @@ class Row:
     stop_tokens: tuple[int, ...] = ()
     top_logprobs: int | None = None  # alternatives of each token; None: no log-probabilities
     grammar: Grammar | None = None
+    offer: Offer | None = None
     is_scored: bool = False  # whether the prompt's log-probabilities are needed
     is_finished: bool = False  # written by the event loop, read by the scheduler's thread
 
@@ -316,11 +301,15 @@ class Served:
         _need(is_known, name, f"{name}={short(options)}: needs include_usage alone, true or false")
         with _naming("logit_bias"):
             check_ids(self.run.model, [i for i, _ in p.sampling.logit_bias], "logit_bias")
-        best_of = p.n
+        best_of, offer = p.n, None
         if isinstance(p, ChatParameters):
+            with _naming("tools"):
+                tools = check_tools(p.tools, "tools")
+            with _naming("tool_choice"):
+                offer = offer_tools(tools, p.tool_choice, self.run.prompt_format.template.write)
             is_right = p.top_logprobs is None or p.logprobs
             _need(is_right, "top_logprobs", f"top_logprobs={p.top_logprobs}: needs logprobs=true")
-            prompts = [(None, self.encode_messages(p.messages))]
+            prompts = [(None, self.encode_messages(p.messages, offer))]
             length = p.max_completion_tokens or p.max_tokens or self.block_size
             stop_tokens = self.chat_stop_tokens or ()
             top, is_scored = (p.top_logprobs or 0) if p.logprobs else None, False
@@ -339,6 +328,10 @@ class Served:
             top, is_scored = p.logprobs, p.echo and p.logprobs is not None
             top = 0 if top is None and best_of > p.n else top  # the completions are compared by them
         param, grammar = p.compile_grammar(self.run.tokenizer)
+        if offer is not None and (lark := offer.grammar(JSON)):
+            _need(grammar is None, param, f"{param} and tool_choice: needs one of them")
+            with _naming(param := "tools"):
+                grammar = compile_grammar(self.run.tokenizer, lark=lark)
         if grammar is not None:
             longest = max(len(ids) for _, ids in prompts)
             with _naming(param):
@@ -358,6 +351,7 @@ class Served:
                     stop_tokens=stop_tokens,
                     top_logprobs=top,
                     grammar=grammar,
+                    offer=offer,
                     is_scored=is_scored,
                 )
                 earlier[ids] += 1
@@ -373,13 +367,20 @@ class Served:
                 ids = check_ids(self.run.model, prompt, "prompt").tolist()
             return self._check_ids(ids, "prompt")
 
-    def encode_messages(self, messages: Any) -> tuple[int, ...]:
+    def encode_messages(self, messages: Any, offer: Offer | None = None) -> tuple[int, ...]:
         """Return the ids of a conversation. Raises `RequestError` for one that the model cannot read."""
-        conversation = check_messages(messages)
+        is_right = isinstance(messages, list) and 1 <= len(messages) <= MAX_MESSAGES
+        _need(is_right, "messages", f"messages={short(messages)}: needs a list of 1 to {MAX_MESSAGES:,} messages")
+        conversation = []
+        for number, message in enumerate(messages):
+            with _naming(where := f"messages[{number}]"):
+                conversation.append(check_message(message, where))
         if self.chat_stop_tokens is None:
             raise RequestError(f"{self.name} cannot chat: {self._why_no_chat}", code="no_chat")
         with _naming("messages"):
-            return self._check_ids(self.run.prompt_format.encode_messages(conversation), "messages")
+            tools, begin = (offer.tools, offer.begin) if offer else ((), "")
+            ids = self.run.prompt_format.encode_messages(conversation, tools, begin)
+        return self._check_ids(ids, "messages")
 
     def tokenize(self, p: TokenizeParameters) -> dict[str, Any]:
         """Return the response with the ids of a prompt or of messages. A text that is one special token becomes it."""
@@ -410,9 +411,7 @@ class Served:
         most, known = self.block_size, self.run.tokenizer.vocab_size
         _need(len(ids) > 0, param, f"the {param} has no tokens: needs 1 to {most}")
         if len(ids) > most:  # clients look for OpenAI's words
-            message = (
-                f"This model's maximum context length is {most} tokens, and the {param} has {len(ids)}: shorten it"
-            )
+            message = f"This model's maximum context length is {most} tokens, and the {param} has {len(ids)}: cut it"
             raise RequestError(message, param=param, code="context_length_exceeded")
         _need(max(ids) < known, param, f"the {param} has the id {max(ids)}: needs ids from 0 to {known - 1}")
         return tuple(ids)

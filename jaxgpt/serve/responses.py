@@ -44,7 +44,8 @@ class Choice:
         """Start with no text. echo: whether the prompt is its beginning."""
         self.row = row
         self.text, self.tokens = "", list[Token]()  # what has been returned
-        self.finish: str | None = None  # "stop" or "length" with the last addition
+        self.finish: str | None = None  # "stop", "length" or "tool_calls" with the last addition
+        self.content, self.calls = "", list[dict[str, Any]]()  # the text without calls of tools, and these
         self.num_tokens = self.num_cached = 0  # that were generated; of the prompt, that were not computed again
         self._served, self._echo = served, echo
         self._detokenizer = Detokenizer(served.run.tokenizer, stop)
@@ -72,6 +73,7 @@ class Choice:
         if piece.finish is not None:
             text += self._detokenizer.rest()
         self.text, self.finish = self.text + text, "stop" if self._detokenizer.stopped else piece.finish
+        text = self._take_calls()
         # A stop string takes the tokens after it along; without one, a last token without text counts.
         is_last = self.finish is not None and not self._detokenizer.stopped
         end = self._read + 1 if is_last else len(self.text)
@@ -79,6 +81,18 @@ class Choice:
         self._held = self._held[len(out) :]
         self.tokens += tokens + out
         return text, tokens + out
+
+    def _take_calls(self) -> str:
+        """Return what is new of the content. With the end of the text, read the calls."""
+        offer, before = self.row.offer, len(self.content)
+        if offer is None:
+            self.content = self.text
+        elif self.finish is None:
+            self.content = self.text[: max(before, offer.hold(self.text))]
+        else:
+            self.content, self.calls = offer.read(self.text)
+            self.finish = "tool_calls" if self.calls else self.finish
+        return self.content[before:]
 
     def mean_logprob(self) -> float:
         """Return the mean log-probability of the tokens after the prompt; 0 without any."""
@@ -178,6 +192,9 @@ class Answer:
                         yield render(choice, {"text": text}, tokens, choice.finish)
                     elif text or tokens:
                         yield render(choice, {"delta": {"content": text}}, tokens, None)
+                    if choice.calls:
+                        calls = [{"index": index, **call} for index, call in enumerate(choice.calls)]
+                        yield render(choice, {"delta": {"tool_calls": calls}}, None, None)
                     if self._is_chat and choice.finish is not None:
                         yield render(choice, {"delta": {}}, None, choice.finish)
         except UserError as e:  # after the status 200
@@ -194,7 +211,8 @@ class Answer:
                 pass
         found = []
         for index, choice in enumerate(self._best()):
-            message = {"role": "assistant", "content": choice.text}
+            calls = {"content": choice.content or None, "tool_calls": choice.calls} if choice.calls else {}
+            message = {"role": "assistant", "content": choice.content, **calls}
             content = {"message": message} if self._is_chat else {"text": choice.text}
             found.append(self._render(choice, content, choice.tokens, choice.finish) | {"index": index})
         return self._head | {"choices": found, "usage": self._usage()}

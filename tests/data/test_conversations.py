@@ -39,14 +39,16 @@ def message(**fields):
     [
         ('"text"', "got 'text', needs {"),
         ('{"messages": []}', r"got messages=\[\], needs"),
-        ('{"messages": ["hello"]}', "message 1 is 'hello': needs a role, system, user, assistant, and a content"),
+        ('{"messages": ["hello"]}', "message 1 is 'hello': needs a role, system, user, assistant, tool, and a content"),
         (message(role=None), "message 3 is .* needs a role"),
         (message(tool_calls=[1]), "message 3 has 'tool_calls', which is not understood"),
+        (message(role="assistant", tool_calls=[1]), "message 3 has the call 1: needs {"),
+        (json.dumps(conversation("a", "b") | {"tools": [{}]}), r"tools\[0\] is {}: needs {"),
         (message(weight=0), "message 3 has 'weight', which is not understood"),
         (message(role="assistant", weight=0.5), r"message 3 has the weight 0\.5: needs 0, .* or 1"),
         (json.dumps(conversation("a", "b")).replace('"b"', '"b", "weight": 0'), "none of its 2 messages"),
-        (message(content="\ud800"), r"message 3 has U\+D800 in its content, which is not a character"),
-        (message(content="\ufdd0"), r"message 3 has U\+FDD0 in its content"),
+        (message(content="\ud800"), r"message 3: the content has U\+D800, which is not a character"),
+        (message(content="\ufdd0"), r"message 3: the content has U\+FDD0"),
         ('{"messages": 1, "messages": 2}', "'messages' appears twice"),
         ('{"a": ' + "[" * 100_000, "nested too deeply"),
     ],
@@ -67,7 +69,7 @@ def test_good_lines_are_read(tmp_path):
         {"role": "assistant", "content": "c", "annotations": [], "weight": 1},
     ]
     path.write_bytes(b"\xef\xbb\xbf" + f"{GOOD}\n{json.dumps(other)}\n{json.dumps({'messages': more})}".encode())
-    assert [m for _, m in read_messages(path)] == [
+    assert [m for _, m, _ in read_messages(path)] == [
         conversation("a", "b")["messages"],
         conversation("ñ", "")["messages"],
         [{"role": "system", "content": "ab"}, {"role": "assistant", "content": "c"}],
@@ -146,7 +148,7 @@ def documents(batch):
 
 
 def texts_of(path):
-    return {PLAIN.write(messages).text.removesuffix("\n").encode() for _, messages in read_messages(path)}
+    return {PLAIN.write(messages).text.removesuffix("\n").encode() for _, messages, _ in read_messages(path)}
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
@@ -212,7 +214,7 @@ def test_prepared_once_and_split_by_position(tokenizer, tmp_path, monkeypatch):
     again = prepare(config, block_size=T)
     assert first.fingerprint == again.fingerprint and "template_sha256" in first.fingerprint
     assert first.notes == again.notes
-    texts = [PLAIN.write(messages).text.removesuffix("\n") for _, messages in read_messages(path)]
+    texts = [PLAIN.write(messages).text.removesuffix("\n") for _, messages, _ in read_messages(path)]
     for split, expected in ((again.train, texts[:30]), (again.val, texts[30:])):
         assert isinstance(split, Conversations)
         found = [again.tokenizer.decode(split.read(n)[0]) for n in range(len(split.lengths))]
@@ -223,7 +225,7 @@ def test_what_is_cut_is_said(tmp_path):
     path = chat_file(tmp_path)
     size = 33  # bytes: the first turns take 29 to 36
     (rows, cut) = prepare(DataConfig(path=str(path), tokenizer="byte"), block_size=size).notes
-    firsts = [PLAIN.write(m[:2]).text.removesuffix("\n") for _, m in read_messages(path)]
+    firsts = [PLAIN.write(m[:2]).text.removesuffix("\n") for _, m, _ in read_messages(path)]
     long = sum(len(text) > size + 1 for text in texts_of(path))
     left_out = sum(len(text) > size + 1 for text in firsts)
     assert 0 < left_out < 40 and f"{long} conversations, of which {long - left_out} end after the last answer" in cut

@@ -53,7 +53,7 @@ def test_conversations_are_asked_as_they_were_learnt(tmp_path, kind, begin):
     config = DataConfig(path=str(chat_file(tmp_path)), tokenizer=str(tmp_path / "tokenizer.json"))
     dataset = prepare(config, block_size=T)
     run = recorded_run(tmp_path / "run", config, dataset, block_size=T)
-    texts = [messages for _, messages in read_messages(config.path)][:36]
+    texts = [messages for _, messages, _ in read_messages(config.path)][:36]
     prompts = run.prompt_format.encode([messages[0]["content"] for messages in texts], chat=True)
     for number, prompt in enumerate(prompts):
         ids, answers = dataset.train.read(number)

@@ -117,7 +117,7 @@ def _read_gguf(path: Path) -> None:
 
 
 def _read_messages(path: Path) -> None:
-    for _, messages in read_messages(path):
+    for _, messages, _ in read_messages(path):
         assert messages
 
 

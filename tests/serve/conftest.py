@@ -25,9 +25,12 @@ CHAT = "/v1/chat/completions"
 
 
 class FakeEngine:
-    def __init__(self, slots: int = 2, delay: float = 0.0, endless: bool = False):
-        """Start with free slots. endless: no request reaches its length, so that only leaving frees a slot."""
-        self.slots, self.delay, self.endless = slots, delay, endless
+    def __init__(self, slots: int = 2, delay: float = 0.0, endless: bool = False, answer: bytes = b""):
+        """Start with free slots.
+
+        endless: no request reaches its length, so that only leaving frees a slot. answer: repeated for the prompt.
+        """
+        self.slots, self.delay, self.endless, self.answer = slots, delay, endless, answer
         self.running: dict[int, list] = {}  # slot: [request, tokens so far]
         self.gate = threading.Event()  # closed, it holds every step
         self.gate.set()
@@ -50,7 +53,8 @@ class FakeEngine:
         pieces = []
         for slot, (request, done) in list(self.running.items()):
             count = burst if self.endless else min(burst, request.max_new_tokens - done)
-            ids = [request.prompt[n % len(request.prompt)] for n in range(done, done + count)]
+            source = self.answer or request.prompt
+            ids = [source[n % len(source)] for n in range(done, done + count)]
             stop = next((n for n, i in enumerate(ids) if i in request.stop_tokens), None)
             ids, finish = (ids, None) if stop is None else (ids[:stop], "stop")
             self.running[slot][1] += len(ids)
@@ -79,9 +83,12 @@ def fake_score(ids) -> PromptScores:
 @pytest.fixture(scope="session")
 def byte_run(tmp_path_factory, text_file):
     """A run with random parameters that reads and writes bytes, so that characters are split."""
+    return make_byte_run(tmp_path_factory.mktemp("serve") / "tiny", text_file, BLOCK)
+
+
+def make_byte_run(directory, text_file, block_size):
     config = DataConfig(path=str(text_file), tokenizer="byte")
-    directory = tmp_path_factory.mktemp("serve") / "tiny"
-    run = recorded_run(directory, config, prepare(config, block_size=BLOCK), block_size=BLOCK)
+    run = recorded_run(directory, config, prepare(config, block_size=block_size), block_size=block_size)
     return dataclasses.replace(run, params=make_model(run.model.config)[1]).for_decoding()
 
 
@@ -105,10 +112,10 @@ def faked(byte_run):
     """A function that starts a server over a fake engine: faked(engine, key=...) -> client, whose `engine` it is."""
     with contextlib.ExitStack() as stack:
 
-        def start(engine=None, *, key=None, queue=4, hosts=(), origins=(), timeout=20.0, **naming):
+        def start(engine=None, *, run=byte_run, key=None, queue=4, hosts=(), origins=(), timeout=20.0, **naming):
             engine = engine or FakeEngine()
             scheduler, lines = Scheduler(engine, fake_score, queue=queue, log=lambda line: None), []
-            app = make_app(Served(byte_run, slots=engine.slots, queue=queue, **naming), scheduler, lines.append)
+            app = make_app(Served(run, slots=engine.slots, queue=queue, **naming), scheduler, lines.append)
             app = guard(app, scheduler.metrics, key=key, hosts=hosts, origins=origins, timeout=timeout)
             client = stack.enter_context(Client(app))
             client.guard, client.engine, client.scheduler, client.lines = app, engine, scheduler, lines

@@ -36,7 +36,6 @@ COMMON = {
     "__class__": ("x",),
     "best_of": (*NO_COUNT, 0, 3),
     "suffix": ("x",),
-    "tools": ([{}],),
     "response_format": (
         *(
             1,
@@ -54,6 +53,12 @@ COMMON = {
     "guided_choice": (1, "a", [], [""], [1], ["a" * 2000]),
     "structured_outputs": (1, [], {}, {"xml": "a"}, {"regex": "a", "json": {}}, {"regex": "["}, {"choice": 1}),
 }
+
+
+def tool(name, **more):
+    return {"type": "function", "function": {"name": name} | more}
+
+
 WRONG = {
     "/v1/completions": COMMON
     | {
@@ -65,6 +70,7 @@ WRONG = {
         "echo": NO_FLAG,
         "max_tokens": (*COMMON["max_tokens"], 0),
         "max_completion_tokens": (5,),
+        "tools": ([{}],),
         "stop_token_ids": ([-1], [10**30], [0] * 17),
     },
     CHAT: COMMON
@@ -82,6 +88,12 @@ WRONG = {
         "max_completion_tokens": (*NO_COUNT, 0),
         "logprobs": (1, 5, "true", [], {}),
         "top_logprobs": (*NO_COUNT, 21, 5),
+        "tools": (
+            *(1, "x", [1], [{}], [{"type": "function"}], [{"type": "x", "function": {"name": "a"}}]),
+            *([tool(name)] for name in (None, "", "a b", 1, "é", "a" * 65, SURROGATE)),
+            *([tool("a"), tool("a")], [tool("a")] * 200, [tool("a", parameters=1)], [tool("a", description=SURROGATE)]),
+        ),
+        "tool_choice": (1, "x", "required", {}, {"type": "function"}, {"type": "function", "function": {"name": "x"}}),
         "prompt": ("x",),
     },
     "/tokenize": {"prompt": (1, True, [], {}, SURROGATE), "unknown": (1,), "as_prompt": NO_FLAG},
@@ -112,7 +124,7 @@ def test_bad_parameters_are_named(client, path, name):
 
 
 def test_what_asks_for_nothing_is_accepted(client):
-    neutral = dict(best_of=1, suffix=None, logit_bias={}, frequency_penalty=0, presence_penalty=0.0, tools=[])
+    neutral = dict(best_of=1, suffix=None, logit_bias={}, frequency_penalty=0, presence_penalty=0.0)
     neutral |= {"response_format": {"type": "text"}}
     ignored = dict(user="me", store=True, metadata={}, service_tier="auto", parallel_tool_calls=False)
     ignored |= dict(reasoning_effort="low", prompt_cache_key="x", safety_identifier="y")
@@ -135,10 +147,20 @@ def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(client):
     assert client.ask(prompt="a" * BLOCK, max_tokens=1).status_code == 200
 
 
+def called(arguments):
+    return {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "a", "arguments": arguments}}]}
+
+
 @pytest.mark.parametrize(
     "message",
     [
-        *("hello", None, [], {}, {"role": "tool", "content": "x"}, {"role": "user"}, {"content": "x"}),
+        *("hello", None, [], {}, {"role": "robot", "content": "x"}, {"role": "user"}, {"content": "x"}),
+        *(
+            {"role": "assistant", "content": None},
+            {"role": "assistant", "content": "x", "function_call": {"name": "a"}},
+        ),
+        *({"role": "assistant", "tool_calls": calls} for calls in (1, [1], [{}], [{"function": {"name": ""}}])),
+        *(called(arguments) for arguments in ("{", "[]", 1, SURROGATE)),
         *({"role": [], "content": "x"}, {"role": "user", "content": 1}, {"role": "user", "content": SURROGATE}),
         *({"role": "user", "content": [{"type": "image_url"}]}, {"role": "user", "content": "x", "tool_calls": [1]}),
     ],
@@ -154,6 +176,7 @@ def test_bad_messages_are_named(client, message):
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "me"},
         {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "audio": None, "function_call": None},
         {"role": "assistant", "content": "x", "tool_calls": [], "provider_specific_fields": {"refusal": None}},
+        {"role": "tool", "content": "x", "tool_call_id": "1", "name": "a"},
     ],
     ids=str,
 )

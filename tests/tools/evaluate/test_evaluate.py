@@ -126,7 +126,7 @@ def unread(tmp_path, monkeypatch):
 def test_conversations_that_do_not_fit_are_counted(unread, own):
     found = evaluate_run(unread, None if own else unread.experiment.data.path)
     first, last = (36, 40) if own else (0, 40)
-    conversations = [messages for _, messages in read_messages(unread.experiment.data.path)][first:last]
+    conversations = [messages for _, messages, _ in read_messages(unread.experiment.data.path)][first:last]
     long = [m for m in conversations if len(PLAIN.write(m).text.strip()) > 34]
     assert found["left_out"] == sum(len(PLAIN.write(m[:2]).text.strip()) > 34 for m in long)
     assert found["left_out"] + found["shortened"] == len(long)
