@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
-from jaxgpt.config.validate import LARGEST_SIZE, Interval, check_value, field_hints, short, suggest
+from jaxgpt.config.validate import Interval, check_value, field_hints, short, suggest
 from jaxgpt.data.template import check_message
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.data.tools import Offer, check_tools, offer_tools
@@ -68,6 +68,8 @@ class Parameters:
     n: Annotated[int, Interval(ge=1)] = 1
     seed: Annotated[int, Interval(ge=0, le=2**32 - 1)] | None = None
     stop: str | tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # further ones, beside the model's own
+    ignore_eos: bool = False  # the model's own do not end the completion
     stream: bool = False
     stream_options: dict | None = None
     sampling: Sampling = dataclasses.field(default_factory=Sampling)  # in a request, each of its fields by itself
@@ -101,10 +103,10 @@ class Parameters:
         match self.response_format:
             case None | {"type": "text"}:
                 pass
+            case {"type": "json_object", "schema": schema} | {"type": "json_schema", "json_schema": {"schema": schema}}:
+                given["response_format"] = "schema", schema
             case {"type": "json_object"}:
                 given["response_format"] = "schema", {"type": "object"}
-            case {"type": "json_schema", "json_schema": {"schema": schema}}:
-                given["response_format"] = "schema", schema
             case other:
                 needed = 'needs the type text, json_object, or json_schema with {"json_schema": {"schema": ...}}'
                 raise RequestError(f"response_format={short(other)}: {needed}", param="response_format")
@@ -135,7 +137,6 @@ class CompletionParameters(Parameters):
     max_tokens: Annotated[int, Interval(ge=0)] = 16
     echo: bool = False
     logprobs: Annotated[int, Interval(ge=0, le=MAX_TOP)] | None = None
-    stop_token_ids: tuple[int, ...] = ()  # further ones, beside the model's own
 
     @property
     def each(self) -> int:
@@ -297,10 +298,14 @@ class Served:
         _need(is_right, "stop", f"stop={short(p.stop)}: needs strings of 1 to {LONGEST_STOP} characters")
         options, name = p.stream_options or {}, "stream_options"
         _need(p.stream or p.stream_options is None, name, f"{name} is for streams: needs stream=true")
-        is_known = not set(options) - {"include_usage"} and isinstance(options.get("include_usage", False), bool)
-        _need(is_known, name, f"{name}={short(options)}: needs include_usage alone, true or false")
-        with _naming("logit_bias"):
-            check_ids(self.run.model, [i for i, _ in p.sampling.logit_bias], "logit_bias")
+        is_known = options.keys() <= {"include_usage", "continuous_usage_stats"}
+        is_known &= {*map(type, options.values())} <= {bool}
+        _need(is_known, name, f"{name}={short(options)}: needs include_usage, continuous_usage_stats, true or false")
+        many = f"stop_token_ids has {len(p.stop_token_ids)} ids: needs at most {MAX_STOP_TOKENS}"
+        _need(len(p.stop_token_ids) <= MAX_STOP_TOKENS, "stop_token_ids", many)
+        for name, ids in (("stop_token_ids", p.stop_token_ids), ("logit_bias", [i for i, _ in p.sampling.logit_bias])):
+            with _naming(name):
+                check_ids(self.run.model, ids, name)
         best_of, offer = p.n, None
         if isinstance(p, ChatParameters):
             with _naming("tools"):
@@ -311,12 +316,9 @@ class Served:
             _need(is_right, "top_logprobs", f"top_logprobs={p.top_logprobs}: needs logprobs=true")
             prompts = [(None, self.encode_messages(p.messages, offer))]
             length = p.max_completion_tokens or p.max_tokens or self.block_size
-            stop_tokens = self.chat_stop_tokens or ()
+            own = self.chat_stop_tokens or ()
             top, is_scored = (p.top_logprobs or 0) if p.logprobs else None, False
         else:
-            ids, name = p.stop_token_ids, "stop_token_ids"
-            _need(len(ids) <= MAX_STOP_TOKENS, name, f"{name} has {len(ids)} ids: needs at most {MAX_STOP_TOKENS}")
-            _need(all(0 <= i < LARGEST_SIZE for i in ids), name, f"{name}={short(ids)}: needs ids of tokens")
             _need(p.max_tokens > 0 or p.echo, "max_tokens", "max_tokens=0: needs at least 1, or echo=true")
             best_of, count, name = p.each, len(p.prompts), "best_of"
             _need(p.n <= best_of <= self.slots, name, f"{name}={best_of}: needs n={p.n} to {self.slots}, the slots")
@@ -324,7 +326,7 @@ class Served:
             many = f"{count} prompts with {best_of} completions each are {count * best_of}: needs at most {self.queue}"
             _need(count * best_of <= self.queue, "prompt", many)
             prompts = [(prompt if isinstance(prompt, str) else None, self.encode(prompt)) for prompt in p.prompts]
-            length, stop_tokens = p.max_tokens, (*self.stop_tokens, *ids)
+            length, own = p.max_tokens, self.stop_tokens
             top, is_scored = p.logprobs, p.echo and p.logprobs is not None
             top = 0 if top is None and best_of > p.n else top  # the completions are compared by them
         param, grammar = p.compile_grammar(self.run.tokenizer)
@@ -348,7 +350,7 @@ class Served:
                     earlier=earlier[ids],
                     max_new_tokens=min(length, self.block_size),
                     sampling=p.sampling,
-                    stop_tokens=stop_tokens,
+                    stop_tokens=(*(() if p.ignore_eos else own), *p.stop_token_ids),
                     top_logprobs=top,
                     grammar=grammar,
                     offer=offer,

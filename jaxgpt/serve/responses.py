@@ -178,10 +178,11 @@ class Answer:
     async def events(self, deltas: Deltas) -> AsyncIterator[bytes]:
         """Yield the events of a stream."""
         chunk = self._head | ({"object": "chat.completion.chunk"} if self._is_chat else {})
-        no_usage = {"usage": None} if self.parameters.include_usage else {}
+        is_continuous = (self.parameters.stream_options or {}).get("continuous_usage_stats")
 
         def render(choice: Choice, content: dict[str, Any], tokens: list[Token] | None, finish: str | None) -> bytes:
-            return render_event(chunk | {"choices": [self._render(choice, content, tokens, finish)]} | no_usage)
+            usage = {"usage": self._usage() if is_continuous else None} if self.parameters.include_usage else {}
+            return render_event(chunk | {"choices": [self._render(choice, content, tokens, finish)]} | usage)
 
         try:
             async with contextlib.aclosing(deltas):

@@ -30,7 +30,12 @@ COMMON = {
     "seed": ("1", [1], True, 0.5, HUGE, -2, 2**32),
     "stop": (1, True, {}, [1], [None], [["x"]], ["a"] * 17, "a" * 257, "", ["", "x"]),
     "stream": NO_FLAG,
-    "stream_options": (1, "x", [], {"include_usage": 1}, {"unknown": True}, {"include_usage": True}),
+    "stop_token_ids": (5, [-1], [256], [10**30], [0] * 17),
+    "ignore_eos": NO_FLAG,
+    "stream_options": (
+        *(1, "x", [], {"include_usage": 1}, {"continuous_usage_stats": None}, {"unknown": True}),
+        {"include_usage": True},
+    ),
     "max_tokens": NO_COUNT,
     "temprature": (1,),
     "__class__": ("x",),
@@ -47,6 +52,7 @@ COMMON = {
             {"type": "json_schema", "json_schema": {}},
         ),
         *({"type": "json_schema", "json_schema": {"schema": schema}} for schema in (1, [], {"type": "x"}, LONG)),
+        *({"type": "json_object", "schema": schema} for schema in (1, None, {"type": "x"}, LONG)),
     ),
     "guided_json": (1, [], "x", "[]", "{", {"type": "x"}, LONG),
     "guided_regex": (1, ["a"], "[", "(?=a)b", "(a?){500}a{500}", "a{2000}"),
@@ -71,7 +77,6 @@ WRONG = {
         "max_tokens": (*COMMON["max_tokens"], 0),
         "max_completion_tokens": (5,),
         "tools": ([{}],),
-        "stop_token_ids": ([-1], [10**30], [0] * 17),
     },
     CHAT: COMMON
     | {
