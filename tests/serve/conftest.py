@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import threading
 import time
 
@@ -142,6 +143,29 @@ def refused(response, param, *words, status=400):
     assert response.status_code == status, error
     assert set(error) == {"message", "type", "param", "code"} and error["param"] == param, error
     assert error["message"] and len(error["message"]) < 1000 and all(word in error["message"] for word in words), error
+
+
+def join_choices(parts):
+    """Return text, log-probabilities and end of each choice, from one whole response or from the events of a stream."""
+    found = {}
+    for choice in [choice for part in parts for choice in part["choices"]]:
+        held = found.setdefault(choice["index"], {"text": "", "logprobs": [], "finish": None})
+        said, logprobs = choice.get("message") or choice.get("delta") or choice, choice["logprobs"] or {}
+        held["text"] += said.get("content") or said.get("text") or ""
+        held["logprobs"] += logprobs.get("token_logprobs") or [
+            token["logprob"] for token in logprobs.get("content", ())
+        ]
+        assert held["finish"] is None, "a choice goes on after its end"
+        held["finish"] = choice["finish_reason"]
+    assert sorted(found) == list(range(len(found)))
+    return [found[index] for index in sorted(found)]
+
+
+def read_events(answer):
+    """Return the events of a stream that has ended well, from its text."""
+    lines = answer.strip().split("\n\n")
+    assert lines.pop() == "data: [DONE]", answer[-300:]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
 def wait_for(condition, seconds=20.0, every=0.001):
