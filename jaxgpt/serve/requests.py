@@ -95,11 +95,8 @@ class Parameters:
 
         Raises `RequestError` for what is no grammar.
         """
-        given: dict[str, tuple[str, Any]] = {
-            "guided_json": ("schema", self.guided_json),
-            "guided_regex": ("regex", self.guided_regex),
-            "guided_choice": ("choices", self.guided_choice),
-        }
+        guided = {"json": self.guided_json, "regex": self.guided_regex, "choice": self.guided_choice}
+        given = {f"guided_{kind}": (GRAMMARS[kind], value) for kind, value in guided.items() if value is not None}
         match self.response_format:
             case None | {"type": "text"}:
                 pass
@@ -115,7 +112,6 @@ class Parameters:
             _need(len(asked) == 1 and asked.keys() <= GRAMMARS.keys(), "structured_outputs", message)
             ((kind, value),) = asked.items()
             given["structured_outputs"] = GRAMMARS[kind], value
-        given = {param: pair for param, pair in given.items() if pair[1] is not None}
         if len(given) > 1:
             raise RequestError(f"{' and '.join(given)}: needs one of them", param=[*given][1])
         for param, (name, value) in given.items():
