@@ -249,5 +249,8 @@ def introduction(training: Training, start: int) -> Iterator[str]:
     per_step = f"{train.batch_size * experiment.model.block_size:,} tokens per step"
     yield f"{tokens}, vocabulary {experiment.model.vocab_size}; {per_step}; run in {training.directory}"
     yield from dataset.notes
+    given, warmup = experiment.optim.warmup_steps, experiment.optim.warmup(train.steps)
+    if given is not None and warmup < given:
+        yield f"optim.warmup_steps={given} is more than the run has: the warm-up takes {warmup} steps instead"
     if start:
         yield f"continuing at step {start} of {train.steps}"

@@ -165,7 +165,6 @@ OPTIONS = [
     (["study", "other.py"], "other.py has no `variants = {"),
     (["study", "variants_data.py", "--seeds", "0"], "--seeds=0: needs at least 1"),
     (["sweep"], "a sweep needs a field: --over optim.learning-rate=1e-4..1e-1"),
-    (["sweep", *OVER, "--train.steps", "8"], "warmup_steps=20 exceeds train.steps=8"),
     (
         ["sweep", *OVER, "--optim.name", "adamw", "--optim.weight-decay", "20"],
         "trial 19, optim.learning_rate=0.05957: weight_decay=20.0 times",
@@ -213,7 +212,7 @@ NUMBERS = {
     "data.val-fraction": ["1", "1e-9"],
     "data.bpe-vocab-size": ["256"],
     "optim.learning-rate": ["0", "inf", "1e-400", "1" + "0" * 400],
-    "optim.warmup-steps": ["-1", "3"],
+    "optim.warmup-steps": ["-1"],
     "train.steps": ["0", "1" + "0" * 30],
     "train.batch-size": [str(2**31)],
     "train.seed": ["-1", str(2**32)],

@@ -31,6 +31,9 @@ def test_cosine():
 def test_the_default_warm_up_is_a_tenth_of_a_short_run():
     for steps, expected in ((1, 0), (50, 5), (999, 99), (1000, 100), (600_000, 100)):
         assert OptimConfig().warmup(steps) == expected
+        assert OptimConfig(warmup_steps=steps + 1).warmup(steps) == expected  # one that does not fit is not taken
+    assert OptimConfig(warmup_steps=50).warmup(50) == 50
+    assert OptimConfig(warmup_steps=60, horizons=(50,)).warmup(99) == 5  # nor does it grow in a run that goes on
     found, given = (learning_rate(OptimConfig(warmup_steps=n), 50) for n in (None, 5))
     assert [float(found(step)) for step in range(50)] == [float(given(step)) for step in range(50)]
 

@@ -108,7 +108,8 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
             defaults["experiment"], callbacks = load_file(arguments.pop(0))
         else:
             metadata = resumed_run(arguments) if name == "train" else None
-            defaults["experiment"] = quickstart() if metadata is None else metadata.given
+            is_chat = name == "train" and any(word.endswith(".jsonl") for word in arguments)
+            defaults["experiment"] = quickstart(chat=is_chat) if metadata is None else metadata.given
     if isinstance(run, str):
         if name != "runs":  # which imports no jax
             configure_jax()

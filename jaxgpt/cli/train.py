@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from jaxgpt.cli.console import report_errors, say
 from jaxgpt.cli.options import parse
 from jaxgpt.config import Experiment
-from jaxgpt.config.presets import EXPERIMENTS
+from jaxgpt.config.presets import CONTEXT_OF_WEIGHTS, EXPERIMENTS
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError, shell_line
 from jaxgpt.files import open_file, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
@@ -47,7 +47,7 @@ def train(
         extend: continue to more train.steps, although the learning rate rises again
     """
     configure_jax()
-    experiment = label_own_text(experiment, run_dir)
+    experiment = choose_context(label_own_text(experiment, run_dir))
     import jax
 
     from jaxgpt.fitting import fit
@@ -106,6 +106,19 @@ def label_own_text(experiment: Experiment, run_dir: str | None) -> Experiment:
                 prompt = " ".join(f.read(200).decode(errors="ignore").split()[1:5])  # the first word may be cut
     name = re.sub(r"[^\w-]", "-", Path(run_dir or "").name)[:50].strip("-_") or name
     return dataclasses.replace(experiment, name=name, train=dataclasses.replace(experiment.train, sample_prompt=prompt))
+
+
+def choose_context(experiment: Experiment) -> Experiment:
+    """Return an experiment on conversations with a context for the longest, if it is open: at most 1,024 tokens."""
+    model, data, most = experiment.model, experiment.data, 1024
+    if not data.is_chat or model.block_size != CONTEXT_OF_WEIGHTS or experiment.train.init_from is not None:
+        return experiment
+    from jaxgpt.data.conversations import Conversations
+
+    dataset = data.open_dataset(dataclasses.replace(model, block_size=most))
+    longest = max(int(s.needed.max()) for s in (dataset.train, dataset.val) if isinstance(s, Conversations))
+    context = min(most, -(-longest // 64) * 64)
+    return dataclasses.replace(experiment, model=dataclasses.replace(model, block_size=context))
 
 
 def _print_sample(run: Run, experiment: Experiment) -> str | None:

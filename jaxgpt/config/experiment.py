@@ -199,6 +199,3 @@ class Experiment:
             raise UserError(
                 f"optim.horizons={self.optim.horizons}: needs rising steps below train.steps={self.train.steps}"
             )
-        warmup, steps = self.optim.warmup_steps, self.train.steps
-        if warmup is not None and warmup > steps:
-            raise UserError(f"optim.warmup_steps={warmup} exceeds train.steps={steps}: the peak would never be reached")

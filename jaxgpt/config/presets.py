@@ -12,12 +12,15 @@ from jaxgpt.errors import UserError
 CONTEXT_OF_WEIGHTS = LARGEST_SIZE  # as block_size: longer than any weights have, so that theirs is taken
 
 
-def quickstart() -> Experiment:
-    """Return a character-level GPT on Python's own documentation: readable words in a minute on two CPU cores."""
+def quickstart(*, chat: bool = False) -> Experiment:
+    """Return a character-level GPT on Python's own documentation: readable words in a minute on two CPU cores.
+
+    chat: on conversations, with a context that is left open.
+    """
     return Experiment(
         name="quickstart",
         model=GPTConfig(
-            block_size=64,
+            block_size=CONTEXT_OF_WEIGHTS if chat else 64,
             n_layer=2,
             n_head=4,
             n_embd=128,
@@ -41,9 +44,9 @@ def quickstart() -> Experiment:
         ),
         train=TrainConfig(
             steps=600,
-            batch_size=16,
+            batch_size=8 if chat else 16,
             eval_every=100,
-            sample_prompt="The value of the",
+            sample_prompt="What is str.count?" if chat else "The value of the",
             sample_tokens=300,
             sample_temperature=0.6,
         ),

@@ -38,7 +38,7 @@ class OptimConfig:
     muon_learning_rate: PositiveFloat = 0.02  # peak learning rate of Muon
     # after warm-up; wsd: constant, then linear to the minimum (arXiv:2405.18392); inverse_sqrt: as in 2017, no minimum
     schedule: Literal["cosine", "wsd", "inverse_sqrt", "constant"] = "cosine"
-    warmup_steps: NonNegativeInt | None = None  # linear from 0; None: train.steps / 10, at most 100
+    warmup_steps: NonNegativeInt | None = None  # linear from 0; None, or above train.steps: a tenth, at most 100
     # earlier train.steps of a run that was extended: the steps up to each follow the schedule that ends there
     horizons: tuple[int, ...] = ()
     decay_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.2  # share of the steps in which wsd decays
@@ -85,7 +85,8 @@ class OptimConfig:
 
     def warmup(self, steps: int) -> int:
         """Return the number of warm-up steps in a run of `steps` steps."""
-        return min(100, (*self.horizons, steps)[0] // 10) if self.warmup_steps is None else self.warmup_steps
+        first = (*self.horizons, steps)[0]
+        return min(100, first // 10) if self.warmup_steps is None or self.warmup_steps > first else self.warmup_steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

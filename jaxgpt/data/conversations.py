@@ -175,6 +175,7 @@ class Conversations(Split):
         whole = np.array(ends) - starts
         lengths, sizes = self.fit(starts, whole)
         kept = (sizes > 0) & (sizes <= block_size)
+        self.needed = whole - 1  # the block_size that holds each conversation whole
         self.left_out, self.shortened = int((~kept).sum()), int((kept & (lengths < whole)).sum())
         self.starts, self.lengths, self.sizes = starts[kept], lengths[kept], sizes[kept]
 

@@ -209,11 +209,13 @@ def _open_conversations(config: DataConfig, entry: Path | None, block_size: int)
     train, val = (
         Conversations(arrays[name], arrays[f"{name}_answers"], arrays[f"{name}_ends"], block_size) for name in SPLITS
     )
+    most, longest = np.quantile(np.append(train.needed, val.needed), (0.9, 1.0), method="higher")
     for name, conversations in (("training", train), ("validation", val)):
         if not len(conversations):
             raise UserError(
                 f"no conversation of the {name} split of {config.path or config.corpus} has an answer that ends within "
-                f"block_size={block_size} tokens: raise --model.block-size, or give shorter conversations"
+                f"block_size={block_size} tokens: raise --model.block-size ({most} holds nine conversations in ten, "
+                f"{longest} all), or give shorter ones"
             )
     if tokenizer.prefix:
         made_of["prefix"] = list(tokenizer.prefix)
@@ -227,7 +229,8 @@ def _open_conversations(config: DataConfig, entry: Path | None, block_size: int)
     if shortened or left_out:
         ends = f"of which {shortened:,} end after the last answer that fits, and {left_out:,}" if shortened else "which"
         notes.append(
-            f"longer than block_size={block_size}: {shortened + left_out:,} conversations, {ends} are left out"
+            f"longer than block_size={block_size}: {shortened + left_out:,} conversations, {ends} are left out; "
+            f"--model.block-size {most} holds nine in ten, {longest} all"
         )
     return Dataset(
         train=train,

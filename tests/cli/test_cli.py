@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import pty
 import shlex
@@ -12,9 +13,10 @@ import threading
 
 import pytest
 
-from jaxgpt.cli.train import label_own_text
+from jaxgpt.cli.main import bind_command
+from jaxgpt.cli.train import choose_context, label_own_text
 from jaxgpt.config import DataConfig, TrainConfig
-from jaxgpt.config.presets import quickstart
+from jaxgpt.config.presets import CONTEXT_OF_WEIGHTS, quickstart
 from jaxgpt.data.tokenizer import CharTokenizer, fingerprint
 from tests.conftest import REPOSITORY
 from tests.helpers import edit_record, run_command
@@ -69,6 +71,22 @@ def test_a_preset_on_the_users_text_takes_name_and_prompt_from_it(tmp_path):
         assert label_own_text(other, "runs/mine") == other
     gone = dataclasses.replace(own, data=DataConfig(path="nowhere.txt"))
     assert label_own_text(gone, None).train.sample_prompt == ""
+
+
+def test_the_default_context_holds_the_longest_conversation(tmp_path):
+    """That of the documentation in characters has 300, and one that is given, or that weights have, stays."""
+    chat = ["--data.corpus", "python-docs.jsonl"]
+
+    def context(*words):
+        return choose_context(bind_command("train", *words).keywords["experiment"]).model.block_size
+
+    assert context(*chat) == 320 and context(*chat, "--data.tokenizer", "byte") == 320
+    assert context(*chat, "--model.block-size", "64") == context() == 64
+    assert context(*chat, "--train.init-from", "x") == CONTEXT_OF_WEIGHTS
+    turn = json.dumps({"messages": [{"role": r, "content": "x" * 600} for r in ("user", "assistant")]})
+    lines = [turn.replace("x", "xy"), *[turn.replace("x" * 600, "x")] * 20]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    assert context(f"--data.path={tmp_path / 'chats.jsonl'}") == 1024  # and no more
 
 
 @pytest.mark.slow

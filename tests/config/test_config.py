@@ -59,7 +59,6 @@ from jaxgpt.errors import UserError
         (TrainConfig, dict(seed=np.uint64(2**64 - 1)), "needs a number that fits in 64 bits"),
         (DataConfig, dict(bpe_vocab_size=100), "bpe_vocab_size=100: needs at least 257"),
         (Experiment, dict(name="a/b"), "name='a/b'"),
-        (Experiment, dict(name="x", optim=OptimConfig(warmup_steps=5000)), "warmup_steps=5000"),
     ],
 )
 def test_a_wrong_value_is_told_with_what_it_is_and_what_it_must_be(kind, values, said):

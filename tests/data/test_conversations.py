@@ -231,10 +231,12 @@ def test_what_is_cut_is_said(tmp_path):
     assert 0 < left_out < 40 and f"{long} conversations, of which {long - left_out} end after the last answer" in cut
     assert f", and {left_out} are left out" in cut
     assert rows.endswith("% full") and " validation conversations, in rows of 33 tokens that are " in rows
-    with pytest.raises(
-        UserError, match="no conversation of the training split of .* within block_size=8 tokens: raise"
-    ):
+    sizes = sorted(len(text) - 1 for text in texts_of(path))
+    assert cut.endswith(f"; --model.block-size {sizes[36]} holds nine in ten, {sizes[-1]} all")
+    said = rf"no conversation of the training split of .* within block_size=8 tokens: raise .*size \({sizes[36]} holds"
+    with pytest.raises(UserError, match=said):
         prepare(DataConfig(path=str(path), tokenizer="byte"), block_size=8)
+    assert len(prepare(DataConfig(path=str(path), tokenizer="byte"), block_size=sizes[-1]).notes) == 1
 
 
 def test_questions_about_python_are_always_there():

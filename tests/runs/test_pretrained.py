@@ -11,7 +11,7 @@ import pytest
 from flax import traverse_util
 
 import jaxgpt
-from jaxgpt.config import DataConfig, GPTConfig, LoraConfig
+from jaxgpt.config import DataConfig, GPTConfig, LoraConfig, OptimConfig
 from jaxgpt.config.presets import finetune
 from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit, introduction, open_training
@@ -126,6 +126,8 @@ def test_the_preset_takes_the_context_of_the_weights_and_a_cut_is_announced(sour
         session = open_training(experiment, tmp_path, None)
         assert session.experiment.model.block_size == context
         assert (cut in introduction(session, 0)) == (context == 8)
+    warm = open_training(dataclasses.replace(started, optim=OptimConfig(warmup_steps=400)), tmp_path, None)
+    assert "400 is more than the run has: the warm-up takes 30" in "".join(introduction(warm, 0))
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["apart", "scan"])
