@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import hashlib
 import itertools
+import pickletools
 import re
 import unicodedata
 from pathlib import Path
@@ -15,9 +16,9 @@ import numpy as np
 
 from jaxgpt.config import DataConfig
 from jaxgpt.data.pipeline import Dataset, Tokens
-from jaxgpt.data.tokenizer import IdTokenizer, fingerprint, open_tokenizer
+from jaxgpt.data.tokenizer import CharTokenizer, IdTokenizer, fingerprint, open_tokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.files import is_there, open_file
+from jaxgpt.files import is_there, open_file, read_bytes
 
 # llm.c's shards start with 256 int32: magic, version, number of tokens. The magic gives the width of a token.
 LLMC_HEADER_BYTES = 1024
@@ -33,6 +34,8 @@ OTHER_KINDS = {
     b"ARROW1": "Arrow: it holds columns, not bare tokens",
     b"\x89HDF\r\n": "HDF5",
 }
+
+LARGEST_PICKLE = 2**21  # bytes; every character of 16 bits takes 1.3 MB
 
 SCAN = 2**22  # tokens read at a time
 HELD_OUT = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])", re.IGNORECASE)  # matches the names of validation files
@@ -60,24 +63,26 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
     """Return the dataset of nanoGPT's train.bin and val.bin (bare uint16), or of llm.c's shards with a header.
 
     Files with the word val, valid or validation in their names are held out. Without any, the last `val_fraction` of
-    the tokens is.
+    the tokens is. nanoGPT's meta.pkl beside them is the tokenizer "char". Texts beside them are not read.
     """
-    root = Path(config.path or "")
+    root, notes = Path(config.path or ""), []
+    meta = (root if root.is_dir() else root.parent) / "meta.pkl"
     text = next((p for p in sorted(root.rglob("*.txt")) if p.is_file()), None) if root.is_dir() else None
     if config.tokenizer == "ids":
         if vocab_size is None:
             raise UserError("tokenizer ids needs --model.vocab-size N: token files do not record the vocabulary size")
         tokenizer = IdTokenizer(vocab_size)
-    elif text is not None:
-        raise UserError(
-            f"{root} has both token files ({files[0].name}) and texts ({text.relative_to(root)}): give the path of one "
-            "file, put one kind elsewhere, or give --data.tokenizer ids to read the token files"
-        )
+    elif config.tokenizer == "char" and is_there(meta, "Move it elsewhere."):
+        tokenizer = read_vocabulary(meta)
+        notes.append(f"the tokens are the {tokenizer.vocab_size} characters of {meta}")
     elif (tokenizer := open_tokenizer(config.tokenizer, "a text needs")) is None:
+        instead = "" if text is None else f", or --data.path {text}"
         raise UserError(
             f"{config.path} holds token ids, so tokenizer={config.tokenizer} cannot be used: give the tokenizer that made them "
-            "(--data.tokenizer tokenizer.json, or byte), or --data.tokenizer ids with --model.vocab-size N"
+            f"(--data.tokenizer tokenizer.json, or byte), or --data.tokenizer ids with --model.vocab-size N{instead}"
         )
+    if text is not None:
+        notes.append(f"{root} has token files, such as {files[0].name}: its texts, such as {text.name}, are not read")
     held_out = [f for f in files if HELD_OUT.search(f.stem)]
     if len(held_out) == len(files):
         raise UserError(f"{root} has validation shards only ({files[0].name}): training needs some too")
@@ -86,10 +91,9 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
     scanned = {f.name: scan(f, tokens, limit) for f, tokens in shards.items()}
     val = [shards[f] for f in held_out]
     train = [tokens for f, tokens in shards.items() if f not in held_out]
-    notes: tuple[str, ...] = ()
     if held_out:
         more = f" and {len(val) - 3} more" if len(val) > 3 else ""
-        notes = (f"held out for validation: {', '.join(f.name for f in held_out[:3])}{more}",)
+        notes.append(f"held out for validation: {', '.join(f.name for f in held_out[:3])}{more}")
     else:
         starts = itertools.accumulate(map(len, train), initial=0)
         at = int(sum(map(len, train)) * (1.0 - config.val_fraction))
@@ -97,15 +101,57 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
         train, val = [tokens[:n] for tokens, n in cuts], [tokens[n:] for tokens, n in cuts]
         if len(files) > 1:
             share = f"{100 * config.val_fraction:g}%"
-            notes = (f"no file is named val: of the {len(files)} files the last {share} of the tokens are held out",)
+            notes.append(f"no file is named val: of the {len(files)} files the last {share} of the tokens are held out")
     lengths = {"train_tokens": sum(map(len, train)), "val_tokens": sum(map(len, val))}
     return Dataset(
         train=Tokens(train),
         val=Tokens(val),
         tokenizer=tokenizer,
         fingerprint=lengths | {"files": scanned, "tokenizer_sha256": fingerprint(tokenizer)},
-        notes=notes,
+        notes=tuple(notes),
     )
+
+
+def read_vocabulary(path: Path) -> CharTokenizer:
+    """Return the tokenizer of nanoGPT's meta.pkl, in which "stoi" maps distinct characters to their ranks.
+
+    The pickle is untrusted, so it is not unpickled: what it says about dictionaries, texts and numbers is followed, and
+    all else is refused, as are imports and calls.
+    """
+    raw, stack, marks, memo = read_bytes(path, LARGEST_PICKLE), [], [], {}
+    try:
+        for opcode, value, _ in pickletools.genops(raw):
+            match opcode.name:
+                case "PROTO" | "FRAME" | "STOP":
+                    pass
+                case "EMPTY_DICT":
+                    stack.append({})
+                case "BININT" | "BININT1" | "BININT2" | "SHORT_BINUNICODE" | "BINUNICODE":
+                    stack.append(value)
+                case "MARK":
+                    marks.append(len(stack))
+                case "MEMOIZE" | "BINPUT" | "LONG_BINPUT":
+                    memo[len(memo) if value is None else value] = stack[-1]
+                case "BINGET" | "LONG_BINGET":
+                    stack.append(memo[value])
+                case "SETITEM" | "SETITEMS":
+                    start = marks.pop() if opcode.name == "SETITEMS" else len(stack) - 2
+                    items = stack[start:]
+                    del stack[start:]
+                    stack[-1].update(zip(items[::2], items[1::2], strict=True))
+                case other:
+                    raise ValueError(f"it has {other}")
+        ids = stack[-1]["stoi"]
+        tokenizer = CharTokenizer(ids)
+        tokenizer.characters.encode()  # no half of a surrogate pair
+        if list(map(ids.get, tokenizer.characters)) != list(range(len(ids))):
+            raise ValueError("its ids are not the ranks of single characters")
+    except (ValueError, LookupError, TypeError, AttributeError) as e:
+        raise UserError(
+            f"{path} is not a vocabulary of characters as nanoGPT writes it ({str(e)[:160]}): give the tokenizer of "
+            "the token files (--data.tokenizer tokenizer.json, or ids with --model.vocab-size N)"
+        ) from None
+    return tokenizer
 
 
 def open_shard(path: Path) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Token files of others: what is wrong with one is told by its name, before the first step."""
 
 import dataclasses
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from jaxgpt.config import DataConfig
 from jaxgpt.data import shards
 from jaxgpt.data.dataset import prepare
+from jaxgpt.data.tokenizer import IdTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.runs.directory import read_metadata, write_metadata
 from jaxgpt.runs.training import describe_data_changes
@@ -108,9 +110,70 @@ def test_token_files_need_their_tokenizer(tmp_path):
     with pytest.raises(UserError, match=r"needs --model\.vocab-size"):
         prepare(dataclasses.replace(config, tokenizer="ids"), block_size=8)
     (tmp_path / "text.txt").write_text("a text")
-    with pytest.raises(UserError, match=r"has both token files \(stray\.bin\) and texts \(text\.txt\): .* elsewhere"):
-        prepare(dataclasses.replace(config, tokenizer="byte"), block_size=8)
-    assert len(bins(tmp_path).train) == 450  # asked for by tokenizer ids
+    with pytest.raises(UserError, match=rf"so tokenizer=char cannot be used: .*, or --data\.path {tmp_path}/text\.txt"):
+        prepare(config, block_size=8)
+    d = bins(tmp_path)
+    assert len(d.train) == 450 and d.notes == (
+        f"{tmp_path} has token files, such as stray.bin: its texts, such as text.txt, are not read",
+    )
+
+
+@pytest.fixture
+def nanogpt(tmp_path):
+    """A folder as nanoGPT's data/shakespeare_char/prepare.py leaves it, with its text and its dictionaries."""
+    text = "a ñandú, and a horse 🐎.\n" * 40
+    itos = dict(enumerate(sorted(set(text))))
+    meta = {"vocab_size": len(itos), "itos": itos, "stoi": {c: i for i, c in itos.items()}}
+    (tmp_path / "input.txt").write_text(text)
+    for name, part in (("train", text[:900]), ("val", text[900:])):
+        np.array([meta["stoi"][c] for c in part], np.uint16).tofile(tmp_path / f"{name}.bin")
+    return tmp_path, text, meta
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_nanogpts_characters_are_the_tokenizer(nanogpt, protocol):
+    folder, text, meta = nanogpt
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta, protocol))
+    for path in (folder, folder / "train.bin"):
+        d = prepare(DataConfig(path=str(path)), block_size=8)
+        assert d.tokenizer.decode(ids(d.train)) == text[: len(d.train)]
+        assert np.array_equal(
+            d.tokenizer.encode(text[:900]), ids(prepare(DataConfig(path=str(folder)), block_size=8).train)
+        )
+        assert d.notes[0] == f"the tokens are the {len(meta['stoi'])} characters of {folder / 'meta.pkl'}"
+    wide = {chr(n): n - 1000 for n in range(1000, 3000)}  # more than a pickle sets at once, or numbers by a byte
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"stoi": wide, "itos": {i: c for c, i in wide.items()}}, protocol))
+    assert shards.read_vocabulary(folder / "meta.pkl").characters == "".join(wide)
+    assert isinstance(bins(folder).tokenizer, IdTokenizer)  # by its name
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (pickle.dumps(print), "it has STACK_GLOBAL"),
+        (b"cos\nsystem\n(S'true'\ntR.", "it has GLOBAL"),
+        (b"\x80\x04\x8f.", "it has EMPTY_SET"),
+        (pickle.dumps({"stoi": {"a": 0, "b": 1.5}}), "it has BINFLOAT"),
+        (b"\x80\x04}r\xff\xff\xff\xffj\x00\x00\x00\x00.", "0"),  # of the memo
+        (b"\x80\x04}s.", "list index"),
+        (b"\x80\x04K\x01(K\x01K\x01u.", "'int' object has no attribute 'update'"),
+        (b"\x80\x04\x8d" + b"\xff" * 8 + b"a.", "byte count > sys.maxsize"),
+        (b"", "pickle exhausted"),
+        (b"\x00" * (2**21 + 1), "larger than 2,097,152 bytes"),
+        (pickle.dumps({"vocab_size": 65}), "stoi"),
+        (pickle.dumps({"stoi": {}}), "at least one character"),
+        (pickle.dumps({"stoi": {"ab": 0, "c": 1}}), "not the ranks of single characters"),
+        (pickle.dumps({"stoi": {"b": 0, "a": 1}}), "not the ranks of single characters"),
+        (pickle.dumps({"stoi": {"a": 0, "b": 2}}), "not the ranks of single characters"),
+        (pickle.dumps({"stoi": {0: "a"}}), "expected str instance, int found"),
+        (pickle.dumps({"stoi": {"\ud800": 0}}), "surrogates not allowed"),
+    ],
+)
+def test_a_hostile_vocabulary_is_refused_in_one_line(nanogpt, raw, said):
+    folder, *_ = nanogpt
+    (folder / "meta.pkl").write_bytes(raw)
+    with pytest.raises(UserError, match=rf"^[^\n]*meta\.pkl[^\n]*{said}[^\n]*\Z"):
+        prepare(DataConfig(path=str(folder)), block_size=8)
 
 
 TOKENS = np.arange(600, dtype=np.uint16)
