@@ -3,12 +3,13 @@
 import hashlib
 import itertools
 
+import grain
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgpt.data.pipeline import Tokens, find_window_starts, training_batches, validation_batches
+from jaxgpt.data.pipeline import Tokens, find_window_starts, permutation, training_batches, validation_batches
 
 T = 8
 
@@ -44,6 +45,16 @@ def test_the_order_is_what_it_always_was():
     for batch in take(93, seed=7):
         digest.update(batch.inputs_BT.tobytes() + batch.targets_BT.tobytes())
     assert digest.hexdigest() == "02ad7cdd4927bef8ab94e82c3b140ecf5ce098c67cfa81ae35861a6da6923dc5"
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**32 - 1])  # the last one's second epoch has the seed 0
+def test_permutations_are_grains(seed):
+    for n in (1, 2, 13, 1000, 2**16 - 1, 2**16):
+        order = grain.MapDataset.range(n).shuffle(seed=seed).repeat()
+        for epoch in (0, 1):
+            ours = permutation(n, seed + epoch)
+            np.testing.assert_array_equal(ours[:100], [order[epoch * n + i] for i in range(min(n, 100))])
+            np.testing.assert_array_equal(np.sort(ours), np.arange(n))
 
 
 def test_an_epoch_shows_every_window_once_and_epochs_differ():
