@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -67,7 +68,8 @@ class Tokens(Split):
 
         Each epoch cuts the tokens into adjacent windows and visits each once. The start of the first window is drawn
         for each epoch, so the cuts differ between epochs. Fewer than `2 * block_size` tokens are left over at the two
-        ends; they are skipped in that epoch.
+        ends; they are skipped in that epoch. The first token and, of `2 * block_size` tokens or more, the last
+        `len(self) % block_size` ones are never a target.
         """
         import grain  # 1.5 s to import, so only when training
 
@@ -196,18 +198,14 @@ def permutation(n: int, seed: int) -> np.ndarray:
     """
     keys = [0x8B8B8B8B] * 4
     for k in range(8):
-        at, after, later, before = (k + i & 3 for i in range(4))
-        if k < 4:
-            x = keys[at] ^ keys[after] ^ keys[before]
-            x = (x ^ x >> 27) * 1664525
-            y = x + (1, 1 + seed % 2**32, 2, 3)[k]
-            keys[after], keys[later], keys[at] = keys[after] + x, keys[later] + y, y
-        else:
-            x = keys[at] + keys[after] + keys[before] & 0xFFFFFFFF
-            x = (x ^ x >> 27) * 1566083941
-            y = x - at
-            keys[after], keys[later], keys[at] = keys[after] ^ x, keys[later] ^ y, y
-        keys = [key & 0xFFFFFFFF for key in keys]
+        join = operator.xor if k < 4 else operator.add
+        a, b, c, d = (keys[k + i & 3] for i in range(4))
+        x = join(join(a, b), d) & 0xFFFFFFFF
+        x = (x ^ x >> 27) * (1664525 if k < 4 else 1566083941)
+        y = x + (1, 1 + seed, 2, 3, 0, -1, -2, -3)[k]
+        join = operator.add if k < 4 else operator.xor
+        for i, key in enumerate((y, join(b, x), join(c, y))):
+            keys[k + i & 3] = key & 0xFFFFFFFF
     left, right = np.divmod(np.arange(2**16, dtype=np.uint16), 256)
     for key in keys:
         one, two, eight = (right << i | right >> 8 - i for i in (1, 2, 8))
