@@ -58,7 +58,7 @@ class Tokenizer(Protocol):
     saved: Mapping[str, Any]  # what tokenizer.json holds
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids of a text, int32. Special tokens written out in the text are encoded as text."""
+        """Return the ids of a whole text, int32; none encodes a stream. Special tokens written out are text."""
         ...
 
     def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -256,7 +256,7 @@ class BPETokenizer(Tokenizer):
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
     """Train byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909; bytes as in GPT-2) of at most `vocab_size` ids.
 
-    The vocabulary always contains the 256 bytes and `<|endoftext|>`. The same texts give the same tokenizer.
+    The vocabulary always contains the 256 bytes and `<|endoftext|>`, the only special token. The same texts give the same tokenizer.
     """
     hf = _tokenizers()
     tokenizer = hf.Tokenizer(hf.models.BPE())

@@ -60,8 +60,9 @@ class Rope(NamedTuple):
 def rope(x_BTNH: jax.Array, positions_BT: jax.Array, rotation: Rope) -> jax.Array:
     """Rotate each pair (x_i, x_{i+size/2}) of the first `size` elements by `position * frequency_i` radians.
 
-    Scores then depend on distances only. Su et al. 2021, arXiv:2104.09864, with the pairing of GPT-NeoX and Llama
-    (halves, not neighbours). The result has x's dtype. B of the positions may be 1: the same for every row.
+    Scores then depend on distances only. Su et al. 2021, arXiv:2104.09864, with the pairing of GPT-NeoX and Llama: halves.
+    Weights of files that pair neighbours are reordered when they are read (layout "pairs" in `hf.family`). The result has
+    x's dtype. B of the positions may be 1: the same for every row.
     """
     angle_BT1R = (positions_BT.astype(jnp.float32)[..., None] * rotation.frequencies()[None, None])[:, :, None]
     sin, cos = jnp.sin(angle_BT1R), jnp.cos(angle_BT1R)

@@ -101,6 +101,27 @@ def test_blocks_of_queries_equal_the_whole_square(how, monkeypatch):
     chex.assert_trees_all_close(out_and_gradients(), whole, **FLOAT32_REORDERED)
 
 
+@pytest.mark.parametrize("axes", ["BNTS", "B1TS", "1N1S", "11TS"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_mask_is_what_jaxs_own_attention_makes_of_it(axes, causal, monkeypatch):
+    """Whole and in four blocks of queries, and with segments besides."""
+    T, sizes = 8, {"B": 2, "N": 6, "T": 8, "S": 8, "1": 1}
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, T, heads, 5)), jnp.float32) for heads in (6, 3, 3))
+    mask = rng.random([sizes[axis] for axis in axes]) < 0.5
+    mask = jnp.asarray(mask | (np.eye(T, dtype=bool) if axes[2] == "T" else np.arange(T) == 0))  # each has a key
+    expected = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal)
+    for smallest in (plain.MIN_BLOCKED_T, T):
+        monkeypatch.setattr(plain, "MIN_BLOCKED_T", smallest)
+        np.testing.assert_allclose(attend(q, k, v, mask_BNTS=mask, causal=causal), expected, **FLOAT32_REORDERED)
+    if axes[2] == "T":
+        segments = jnp.array([[0, 0, 0, 1, 1, 2, 2, 2]] * 2)
+        both = mask & (segments[:, None, :, None] == segments[:, None, None])
+        expected = jax.nn.dot_product_attention(q, k, v, mask=both, is_causal=causal)
+        found = attend(q, k, v, mask_BNTS=mask, causal=causal, segments_BT=segments)
+        np.testing.assert_allclose(found, expected, **FLOAT32_REORDERED)
+
+
 def test_softmax_of_the_lesson():
     """Logits 10, 6, 3: the first takes 98% of the attention (H = 1, so the scale is 1)."""
     q = jnp.ones((1, 3, 1, 1))

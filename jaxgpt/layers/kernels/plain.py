@@ -29,6 +29,7 @@ def plain_attention(
     key: jax.Array | None = None,
     causal: bool = True,
     key_segments_BS: jax.Array | None = None,
+    mask_BNTS: jax.Array | None = None,
 ) -> jax.Array:
     """Compute softmax(q k * scale) v, each group of N // K query heads sharing a key/value head. -> out_BTNH.
 
@@ -47,6 +48,8 @@ def plain_attention(
         key: of dropout. None means no dropout.
         causal: attend to the keys up to the query's position, where T and S are equal. False means to all keys.
         key_segments_BS: int32, the document of each key. None means segments_BT.
+        mask_BNTS: bool, whether each query may attend to each key, besides what the other arguments say. Any axis may be
+            1, as in `jax.nn.dot_product_attention`. Each query needs a key.
     """
     (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
     scale = H**-0.5 if scale is None else scale
@@ -59,6 +62,7 @@ def plain_attention(
     if segments_BT is not None:
         key_segments_BS = segments_BT if key_segments_BS is None else key_segments_BS
         visible_BTS = visible_BTS & (segments_BT[:, :, None] == key_segments_BS[:, None, :])
+    mask_MGTS = None if mask_BNTS is None else jnp.broadcast_to(mask_BNTS, (B, N, T, S)).reshape(B * K, G, T, S)
 
     # A block of queries leaves out the keys after its last one: four blocks compute 5/8 of the scores.
     size = T // NUM_BLOCKS if causal and T >= MIN_BLOCKED_T and T % NUM_BLOCKS == 0 else T
@@ -68,6 +72,7 @@ def plain_attention(
         read = slice(0 if window is None else max(0, start + 1 - window), end if causal else S)
         own = key if size == T or key is None else jax.random.fold_in(key, start)
         scores = {"scale": scale, "softcap": softcap, "dropout": dropout, "key": own}
+        scores["mask_MGTS"] = None if mask_MGTS is None else mask_MGTS[:, :, start:end, read]
         q_MGtH = q_MGTH[:, :, start:end]
         blocks.append(_attend_block(q_MGtH, k_MSH[:, read], v_MSH[:, read], visible_BTS[:, start:end, read], **scores))
     out_MGTH = jnp.concatenate(blocks, axis=2)
@@ -93,6 +98,7 @@ def _attend_block(
     softcap: float | None,
     dropout: float,
     key: jax.Array | None,
+    mask_MGTS: jax.Array | None,
 ) -> jax.Array:
     """Attend a block of queries to the keys that it may read. visible_BTS: B may be 1. -> out_MGTH."""
     M, G, T, H = q_MGTH.shape
@@ -101,6 +107,8 @@ def _attend_block(
     scores_MQS = cap_scores(scores_MQS * scale, softcap)
     visible_BQS = jnp.tile(visible_BTS, (1, G, 1))
     visible_MQS = visible_BQS if len(visible_BQS) == 1 else jnp.repeat(visible_BQS, M // len(visible_BQS), axis=0)
+    if mask_MGTS is not None:
+        visible_MQS = visible_MQS & mask_MGTS.reshape(M, G * T, -1)
     # finfo.min, not -inf: a row of -inf would give 0/0. Its softmax is an exact zero too.
     weights_MQS = jax.nn.softmax(jnp.where(visible_MQS, scores_MQS, jnp.finfo(jnp.float32).min), axis=-1)
     if dropout and key is not None:
