@@ -72,9 +72,9 @@ def plain_attention(
         read = slice(0 if window is None else max(0, start + 1 - window), end if causal else S)
         own = key if size == T or key is None else jax.random.fold_in(key, start)
         scores = {"scale": scale, "softcap": softcap, "dropout": dropout, "key": own}
-        scores["mask_MGTS"] = None if mask_MGTS is None else mask_MGTS[:, :, start:end, read]
-        q_MGtH = q_MGTH[:, :, start:end]
-        blocks.append(_attend_block(q_MGtH, k_MSH[:, read], v_MSH[:, read], visible_BTS[:, start:end, read], **scores))
+        mask = None if mask_MGTS is None else mask_MGTS[:, :, start:end, read]
+        seen = visible_BTS[:, start:end, read], mask
+        blocks.append(_attend_block(q_MGTH[:, :, start:end], k_MSH[:, read], v_MSH[:, read], *seen, **scores))
     out_MGTH = jnp.concatenate(blocks, axis=2)
     return save_in_remat(out_MGTH.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1))
 
@@ -93,12 +93,12 @@ def _attend_block(
     k_MSH: jax.Array,
     v_MSH: jax.Array,
     visible_BTS: jax.Array,
+    mask_MGTS: jax.Array | None,
     *,
     scale: float,
     softcap: float | None,
     dropout: float,
     key: jax.Array | None,
-    mask_MGTS: jax.Array | None,
 ) -> jax.Array:
     """Attend a block of queries to the keys that it may read. visible_BTS: B may be 1. -> out_MGTH."""
     M, G, T, H = q_MGTH.shape
