@@ -192,7 +192,7 @@ def test_only_the_command_line_prints():
 # The most lines of Python of each part, all of it counted. A part that shrinks takes its number down with it.
 BUDGET = {
     "the flat files": 2_090,
-    "config": 1_090,
+    "config": 1_080,
     "layers": 1_100,
     "parallel": 1_640,
     "data": 2_150,
