@@ -122,7 +122,8 @@ class Turns:
     def jinja(self) -> str:
         """Return the template in Jinja, for other programs. Unlike `write`, it accepts contents that contain `end`."""
         before = self.before.format(role="{{ message['role'] }}", Role="{{ message['role'] | capitalize }}")
-        content = "{{ message['content'] }}" + self.end
+        text, parts = "{{ message['content'] }}", "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}"
+        content = f"{{% if message['content'] is string %}}{text}{{% else %}}{parts}{{% endif %}}{self.end}"
         # No newline follows a block: some programs would drop it, others not.
         begin = f"{{{{ {self.begin!r} }}}}" if self.begin else ""
         return (
