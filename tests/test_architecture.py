@@ -198,7 +198,7 @@ BUDGET = {
     "data": 2_150,
     "sample": 2_435,
     "runs": 2_080,
-    "hf": 1_280,
+    "hf": 1_320,
     "gguf": 680,
     "interventions": 890,
     "serve": 1_400,

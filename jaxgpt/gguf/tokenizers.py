@@ -1,8 +1,8 @@
 r"""Convert tokenizers to the fields of GGUF and back, so that llama.cpp encodes texts as we do.
 
 - Characters and bytes are model "rwkv", the only one in llama.cpp without special tokens: it takes the longest token that
-  matches. A character outside the vocabulary has token -1, which `llama_decode` refuses; but if its first byte is that of
-  a character in the vocabulary, llama.cpp appends tokens until the memory is full.
+  matches. Each byte of a character outside the vocabulary has the unknown token; but if its first byte is that of a
+  character in the vocabulary, llama.cpp appends tokens until the memory is full.
 - Byte-level BPE is "gpt2": llama.cpp knows patterns of words by a name (`PRE_TOKENIZERS`), and does not normalize.
 - BPE with byte fallback and U+2581 for spaces is "llama", SentencePiece's. A token's score is the rank of its first merge.
   llama.cpp merges any two neighbours that make a token, so a tokenizer must have all these merges.
@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from jaxgpt.config.validate import LARGEST_SIZE, check_count, short
 from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.hf.source import list_byte_names
+from jaxgpt.hf.source import list_byte_names, special_ids
 
 GGML = "tokenizer.ggml."
 JSON, CHAT_TEMPLATE = "tokenizer.huggingface.json", "tokenizer.chat_template"
@@ -120,8 +120,10 @@ def tokenizer_fields(
         raise UserError(f"{len(ends)} tokens end a text: llama.cpp has {len(ENDS)} at most")
     names = ((), ENDS[:1], ENDS[::2], ENDS)[len(ends)]
     fields |= {f"{name}_token_id": end for name, end in zip(names, ends, strict=True)}
-    if begin := [*tokenizer.prefix, *(i for text, i in tokenizer.specials.items() if text in BEGINNINGS), *own][:1]:
-        fields["bos_token_id"] = begin[0]
+    ids = special_ids(tokenizer, ends[-1] if ends else None)  # as in an export to Hugging Face
+    begin = [*tokenizer.prefix, *(i for text, i in tokenizer.specials.items() if text in BEGINNINGS), *own, ids["bos"]]
+    named = {"bos": begin[0], "padding": ids["pad"], "unknown": ids["unk"] if fields["model"] == "rwkv" else None}
+    fields |= {f"{name}_token_id": i for name, i in named.items() if i is not None}
     if len(tokenizer.prefix) > 1:
         raise UserError(f"the tokenizer begins texts with {len(tokenizer.prefix)} tokens: llama.cpp adds one at most")
     fields |= {"add_bos_token": bool(tokenizer.prefix), "add_eos_token": False}

@@ -13,7 +13,15 @@ from typing import Any
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import short
-from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, IdTokenizer, Tokenizer, load_tokenizer
+from jaxgpt.data.tokenizer import (
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    IdTokenizer,
+    Tokenizer,
+    find_start_token,
+    load_tokenizer,
+)
 from jaxgpt.errors import UserError, first_line
 from jaxgpt.files import is_there, read_bytes, read_json, write_whole
 from jaxgpt.hf.families import get_family
@@ -26,8 +34,9 @@ LARGEST_CONFIG = 2**24  # bytes of a config.json
 BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 HF_FOLDER = "hf"
 IN_HF_FOLDER = ("config.json", "generation_config.json")
+README = "README.md"  # kept there too
 # Files to download: no pickled weights, none for other frameworks, no copies in folders.
-WANTED = [*IN_HF_FOLDER, "*.safetensors", "*.safetensors.index.json", "tokenizer.json", *BESIDE_TOKENIZER]
+WANTED = [*IN_HF_FOLDER, README, "*.safetensors", "*.safetensors.index.json", "tokenizer.json", *BESIDE_TOKENIZER]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 PADDING = 1024  # ids beyond the tokenizer's that do not cause a warning: vocabularies are rounded up
 
@@ -152,7 +161,8 @@ def end_tokens(run: Path) -> list[int]:
 def keep_companions(source: Path, run: Path) -> None:
     """Copy the files that accompany the weights into a run directory. source: a model's directory, or a run's."""
     copy_files(source, run, BESIDE_TOKENIZER)
-    copy_files(source / HF_FOLDER if (source / "experiment.json").exists() else source, run / HF_FOLDER, IN_HF_FOLDER)
+    of = source / HF_FOLDER if (source / "experiment.json").exists() else source
+    copy_files(of, run / HF_FOLDER, (*IN_HF_FOLDER, README))
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
@@ -163,30 +173,61 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
             write_whole(target / name, read_bytes(source / name, LARGEST_CONFIG))
 
 
-def tokenizer_json(tokenizer: Tokenizer) -> str | None:
-    """Return the text of tokenizer.json, or None for a run that has ids and no tokenizer."""
+def special_ids(tokenizer: Tokenizer, end: int | None = None) -> dict[str, int | None]:
+    """Return the ids that other programs call bos, eos, pad and unk; None for a token that there is not.
+
+    end: the id that ends the turns of a chat, if no text has it.
+    """
+    # A vocabulary of characters or bytes has no id to spare, and a new row would change the softmax. So the token that
+    # replaces an empty prompt serves, as an added token that is not special, which every decoder prints. Texts have no
+    # end: vLLM stops at the tokenizer's eos, whatever generation_config.json says. U+0003 ends a chat's turns, and is
+    # special, so that it is not printed.
+    if isinstance(tokenizer, (CharTokenizer, ByteTokenizer)):
+        start = find_start_token(tokenizer)[0]
+        return {"bos": start, "eos": end, "pad": start if end is None else end, "unk": start}
+    last = tokenizer.end_of_text  # the usual choice for a byte-level BPE, as in GPT-2
+    return {"bos": next(iter(tokenizer.prefix), last), "eos": last, "pad": last, "unk": last}
+
+
+def tokenizer_json(tokenizer: Tokenizer, end: int | None = None) -> str | None:
+    """Return the text of tokenizer.json, or None for a run that has ids and no tokenizer. end: see `special_ids`."""
     if isinstance(tokenizer, BPETokenizer):
         return tokenizer.to_json()
     if isinstance(tokenizer, CharTokenizer):
-        # Each character is a word. An unknown one is an error, as in ours: there is no token for it.
+        # Each character is a word.
+        unknown = tokenizer.decode([find_start_token(tokenizer)[0]])
+        vocab = {c: i for i, c in enumerate(tokenizer.characters)}
         return _render(
-            model={"type": "WordLevel", "vocab": {c: i for i, c in enumerate(tokenizer.characters)}, "unk_token": ""},
+            model={"type": "WordLevel", "vocab": vocab, "unk_token": unknown},
             pre_tokenizer={"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False},
             decoder={"type": "Fuse"},
+            added_tokens=_added_tokens(tokenizer, end),
         )
     if isinstance(tokenizer, ByteTokenizer):
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        added, names = _added_tokens(tokenizer, end), list_byte_names()
+        # An added token is found in the text itself, where the name of a byte would be another character.
+        spelled = [{"type": "Replace", "pattern": {"String": names[t["id"]]}, "content": t["content"]} for t in added]
+        for token in added:
+            names[token["id"]] = token["content"]
         return _render(
-            model={"type": "BPE", "vocab": {name: byte for byte, name in enumerate(list_byte_names())}, "merges": []},
-            pre_tokenizer=byte_level,
-            decoder=byte_level,
+            model={"type": "BPE", "vocab": {name: byte for byte, name in enumerate(names)}, "merges": []},
+            normalizer={"type": "Sequence", "normalizers": [{"type": "ByteLevel"}, *spelled]},
+            decoder={"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+            added_tokens=added,
         )
     return None
 
 
+def _added_tokens(tokenizer: CharTokenizer | ByteTokenizer, end: int | None) -> list[dict[str, Any]]:
+    """Return the added tokens of tokenizer.json, of which the end is special."""
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    ids = sorted({i for i in special_ids(tokenizer, end).values() if i is not None})
+    return [{"id": i, "content": tokenizer.decode([i]), "special": i == end, **plain} for i in ids]
+
+
 def _render(**parts: Any) -> str:
-    empty = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None}
-    return json.dumps(empty | {"post_processor": None} | parts, ensure_ascii=False, indent=2) + "\n"
+    absent = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor"))
+    return json.dumps({"version": "1.0", **absent, **parts}, ensure_ascii=False, indent=2) + "\n"
 
 
 def list_byte_names() -> list[str]:
@@ -199,12 +240,13 @@ def list_byte_names() -> list[str]:
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]
 
 
-def tokenizer_config(tokenizer: Tokenizer, block_size: int) -> dict[str, Any]:
-    """Return the tokenizer_config.json that transformers' AutoTokenizer needs next to tokenizer.json."""
-    tokens = {"eos_token": tokenizer.end_of_text, "bos_token": next(iter(tokenizer.prefix), None)}
-    return {
+def tokenizer_config(tokenizer: Tokenizer, block_size: int, end: int | None = None) -> dict[str, Any]:
+    """Return the tokenizer_config.json that transformers' AutoTokenizer needs. end: see `special_ids`."""
+    # An empty table: without one, transformers 5 makes tokens with a name special, and would drop newlines in decoding.
+    added = {} if isinstance(tokenizer, BPETokenizer) else {"added_tokens_decoder": {}}
+    return added | {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": block_size,
         "clean_up_tokenization_spaces": False,  # true would drop spaces before punctuation when decoding
-        **{name: tokenizer.decode([token]) for name, token in tokens.items() if token is not None},
+        **{f"{t}_token": tokenizer.decode([i]) for t, i in special_ids(tokenizer, end).items() if i is not None},
     }

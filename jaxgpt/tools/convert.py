@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import re
+import shlex
 import shutil
 import warnings
 from collections.abc import Sequence
@@ -16,9 +17,9 @@ from jax.typing import DTypeLike
 
 from jaxgpt.config import Experiment
 from jaxgpt.data.conversations import find_end_of_turn
-from jaxgpt.data.template import ChatTemplate, Jinja, Turns, write_template
+from jaxgpt.data.template import ETX, ChatTemplate, Jinja, Turns, write_template
 from jaxgpt.data.tokenizer import fingerprint
-from jaxgpt.errors import UserError
+from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import is_there, read_json, render_json, write_whole
 from jaxgpt.gguf.file import FAMILIES, open_gguf, parse_dtype, to_gguf, write_gguf
 from jaxgpt.gguf.tokenizers import read_chat_template, read_ends, tokenizer_fields
@@ -28,11 +29,13 @@ from jaxgpt.hf.source import (
     BESIDE_TOKENIZER,
     HF_FOLDER,
     LARGEST_CONFIG,
+    README,
     Source,
     copy_files,
     end_tokens,
     keep_companions,
     open_source,
+    special_ids,
     tokenizer_config,
     tokenizer_json,
 )
@@ -75,8 +78,8 @@ def import_model(
                 keep_companions(source.directory, directory)
             elif (template := read_chat_template(fields)) is not None:
                 ids = {f"{token}_token": fields.get(f"tokenizer.ggml.{token}_token_id") for token in ("bos", "eos")}
-                tokens = dict(enumerate(fields.get("tokenizer.ggml.tokens", [])))
-                named = {token: tokens[i] for token, i in ids.items() if type(i) is int and i in tokens}
+                known, decode = range(source.tokenizer.vocab_size), source.tokenizer.decode  # spelled as in a text
+                named = {token: decode([i]) for token, i in ids.items() if type(i) is int and i in known}
                 write_template(directory, {"chat_template": template, **named})
             if is_gguf and (ends := read_ends(fields)):
                 (directory / HF_FOLDER).mkdir()
@@ -171,13 +174,19 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
     loaded, family, template = _load_to_export(read_metadata(directory), imported.get("model_type"))
     tensors = to_tensors(loaded.params, family, loaded.model.config, dtype)
     stored_as = DTYPES[next(iter(tensors.values())).kind].name
-    config = (imported or _special_ids(loaded)) | family.write(loaded.model.config)
+    ids = special_ids(loaded.tokenizer, _visible_end(loaded, template))
+    # No pad here: PyTorch would give its row of the embedding no gradient.
+    special = {"bos_token_id": ids["bos"], "eos_token_id": ids["eos"], "pad_token_id": None}
+    config = (imported or special) | family.write(loaded.model.config)
     try:
         out.mkdir(parents=True, exist_ok=True)
         write(out, tensors, shard)
         _write_json(out / "config.json", config | {"dtype": stored_as, "torch_dtype": stored_as})
         write_tokenizer(out, loaded, template)
-        write_whole(out / "README.md", _model_card(loaded, family))
+        if loaded.metadata.imported and (directory / HF_FOLDER / README).exists():  # with the model's license
+            copy_files(directory / HF_FOLDER, out, [README])
+        else:
+            write_whole(out / README, _model_card(loaded, family))
     except OSError as e:
         raise UserError(f"cannot write to {out}: {e.strerror}. Name another directory with --out.") from None
     return out
@@ -191,12 +200,13 @@ def _end_turns(ends: Sequence[int | None], run: Run, template: ChatTemplate) -> 
 
 def write_tokenizer(out: Path, run: Run, template: ChatTemplate | None) -> None:
     """Write the tokenizer of a run, and the settings of generation. template: that of its chats, or None."""
-    if (text := tokenizer_json(run.tokenizer)) is not None:
+    end = _visible_end(run, template)
+    if (text := tokenizer_json(run.tokenizer, end)) is not None:
         write_whole(out / "tokenizer.json", text)
         copy_files(run.directory, out, BESIDE_TOKENIZER)
         values = original = _read_object(out / "tokenizer_config.json")
         if "tokenizer_class" not in values:  # otherwise the file is complete
-            values = tokenizer_config(run.tokenizer, run.model.config.block_size) | values
+            values = tokenizer_config(run.tokenizer, run.model.config.block_size, end) | values
         if isinstance(template, Turns):  # our own template: other libraries need it in Jinja
             values = values | {"chat_template": template.jinja()}
         if values != original:
@@ -205,16 +215,18 @@ def write_tokenizer(out: Path, run: Run, template: ChatTemplate | None) -> None:
     if template is None and generation.exists():
         copy_files(generation.parent, out, [generation.name])
         return
-    values = _special_ids(run) | _read_object(generation)
+    ids = {f"{t}_token_id": i for t, i in special_ids(run.tokenizer, end).items() if t != "unk"}
+    values = ids | _read_object(generation)
     if template is not None:
         ends = values["eos_token_id"]
         values["eos_token_id"] = _end_turns(ends if isinstance(ends, list) else [ends], run, template)
     _write_json(out / generation.name, values)
 
 
-def _special_ids(run: Run) -> dict[str, Any]:
-    end = run.tokenizer.end_of_text
-    return {"bos_token_id": next(iter(run.tokenizer.prefix), end), "eos_token_id": end}
+def _visible_end(run: Run, template: ChatTemplate | None) -> int | None:
+    """Return the id of U+0003, which would be printed, if it ends the turns of a chat; else None."""
+    end = None if template is None else find_end_of_turn(template, run.tokenizer)
+    return end if end is not None and run.tokenizer.decode([end]) == ETX else None
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -228,20 +240,21 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def _model_card(run: Run, family: Family) -> str:
-    """Return README.md with the metadata header that the Hub reads."""
-    config, experiment, metadata, data = run.model.config, run.experiment, run.metadata, run.metadata.data
+    """Return README.md with the metadata header that the Hub reads. It has names of files, not their directories."""
+    config, experiment, metadata, data = run.model.config.explicit(), run.experiment, run.metadata, run.metadata.data
     if metadata.imported:
-        facts = [f"The weights are those of `{metadata.imported.get('from')}`, unchanged."]
+        facts = [f"- The weights are those of `{_hide_folders(str(metadata.imported.get('from')))}`, unchanged."]
     else:
         train, lora = experiment.train, experiment.lora
         adapted = f", by adapters of rank {lora.rank} for {', '.join(lora.targets)}, merged in" if lora.rank else ""
-        facts = [] if train.init_from is None else [f"- Starting from `{train.init_from}`{adapted}."]
+        facts = [] if train.init_from is None else [f"- Starting from `{_hide_folders(train.init_from)}`{adapted}."]
         text = Path(experiment.data.path).name if experiment.data.path else f"the corpus `{experiment.data.corpus}`"
         size = f", {data['train_tokens']:,} tokens of it" if isinstance(data.get("train_tokens"), int) else ""
+        digest = f", whose SHA-256 is `{data['train_sha256']}`" if data.get("train_sha256") else ""
         seen = run.step * train.batch_size * experiment.model.block_size
         seconds = [line["seconds"] for line in read_metrics(run.directory / "metrics.jsonl") if line.get("seconds")]
         facts += [
-            f"- Text: {text}{size}; tokenizer `{Path(metadata.given.data.tokenizer).name}`.",
+            f"- Text: {text}{size}{digest}; tokenizer `{Path(metadata.given.data.tokenizer).name}`.",
             f"- Training: step {run.step:,} of {train.steps:,}, {seen:,} tokens seen, {experiment.optim.name}, learning rate "
             f"{experiment.optim.learning_rate:g}.",
         ]
@@ -251,12 +264,16 @@ def _model_card(run: Run, family: Family) -> str:
             perplexity = math.exp(min(run.val_loss, 700))
             facts.append(f"- Validation loss: {run.val_loss:.4f} nats per token (perplexity {perplexity:.2f}).")
         if metadata.command is not None:
-            facts.append(f"- Command: `{metadata.command}`")
-    origin = "".join(f"{line}\n" for line in facts)
+            facts.append(f"- Command: `{_hide_folders(*shlex.split(metadata.command))}`")
+    origin = "\n".join(facts)
+    # In vLLM's source GPT-2 and Gemma have one matrix for both ends, and attention heads of these sizes.
+    is_tied = config.tie_embeddings or not family.model_type.startswith(("gpt2", "gemma"))
+    vllm = "vllm serve DIR\n" if is_tied and config.head_dim in range(32, 257, 32) else ""
     return f"""\
 ---
 library_name: transformers
 pipeline_tag: text-generation
+# license: the one that you choose; language: of the text
 tags:
 - jaxgpt
 - {family.model_type}
@@ -264,16 +281,33 @@ tags:
 
 # {experiment.name}
 
-A `{family.architecture}` of {count_parameters(run.params):,} parameters, {config.block_size:,} tokens of context \
-and {config.vocab_size:,} token ids, written by jaxgpt.
+A `{family.architecture}` of {count_parameters(run.params):,} parameters, written by jaxgpt: {config.n_layer} layers of width \
+{config.n_embd:,}, {config.n_head} heads of {config.head_dim} ({config.n_kv_head} of keys and values), {config.block_size:,} \
+tokens of context and {config.vocab_size:,} token ids.
+
+## Use
+
+DIR is the directory of this file.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("DIR")
 model = AutoModelForCausalLM.from_pretrained("DIR")
+print(tokenizer.decode(model.generate(**tokenizer("The ", return_tensors="pt"), max_new_tokens=50)[0]))
+```
+
+```console
+{vllm}jaxgpt import DIR --run-dir runs/imported
+jaxgpt sample runs/imported --prompt "The "
 ```
 
 ## Origin
 
-{origin}"""
+{origin}
+"""
+
+
+def _hide_folders(*words: str) -> str:
+    """Return words of a command line, with the last names of absolute paths alone, since a model card is published."""
+    return shell_line(*(re.sub(r"(^|=)(~|\w:)?[/\\].*[/\\](?=.)", r"\1", word) for word in words))

@@ -14,6 +14,7 @@ import pytest
 from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, IdTokenizer, train_bpe
 from jaxgpt.errors import UserError
 from jaxgpt.gguf.tokenizers import read_chat_template, read_ends, read_tokenizer, tokenizer_fields
+from jaxgpt.hf.source import special_ids
 from tests.conftest import TEXT
 
 SPANISH = "En un lugar de la Mancha, ¿qué ñandú? — «sí», 🐎\n"
@@ -117,12 +118,12 @@ def unescape(token):
 
 
 def rwkv(fields, text):
-    """llm_tokenizer_rwkv_session: the longest token that matches, else -1 for a byte."""
+    """llm_tokenizer_rwkv_session: the longest token that matches, else the unknown one for a byte."""
     tokens = {unescape(token): i for i, token in enumerate(fields["tokenizer.ggml.tokens"])}
     raw, found = text.encode(), []
     while raw:
         size = max((n for n in range(1, 9) if raw[:n] in tokens), default=0)
-        found.append(tokens[raw[:size]] if size else -1)
+        found.append(tokens[raw[:size]] if size else fields["tokenizer.ggml.unknown_token_id"])
         raw = raw[size or 1 :]
     return found
 
@@ -154,7 +155,9 @@ def test_characters_and_bytes(characters):
         text = "".join(c for c in text if c in (characters or text))
         assert rwkv(fields, text) == tokenizer.encode(text).tolist()
     if characters:
-        assert rwkv(fields, "a漢[PAD"[:3]) == [tokenizer.encode("a")[0], *[-1] * 4]  # no unused token begins here
+        assert rwkv(fields, "a漢[PAD"[:3]) == [
+            tokenizer.encode(c)[0] for c in "a\n\n\n\n"
+        ]  # no unused token begins here
         with pytest.warns(UserWarning, match="fills the memory") if not characters.isascii() else nullcontext():
             fields_of(tokenizer)
     assert fields["tokenizer.ggml.suppress_tokens"] == [*range(tokenizer.vocab_size, tokenizer.vocab_size + 3)]
@@ -200,7 +203,12 @@ def test_a_tokenizer_begins_and_ends_texts_as_before(trained):
     assert specials(endless, 9) == [9, 9, None, None, False]
     with pytest.raises(UserError, match="has no token that ends a text"):  # llama.cpp would take token 11
         specials(endless)
-    assert specials(CharTokenizer("ab")) == [None] * 4 + [False]
+    assert specials(CharTokenizer("ab\n")) == [0, None, None, None, False]
+    assert specials(CharTokenizer("ab\n\x03"), 0) == [1, 0, None, None, False]
+    for tokenizer, ends in ((trained, ()), (CharTokenizer("ab\n"), ()), (CharTokenizer("ab\n\x03"), (0,))):
+        ids, fields = special_ids(tokenizer, *ends), fields_of(tokenizer, ends=ends)
+        assert fields["tokenizer.ggml.padding_token_id"] == ids["pad"]
+        assert fields.get("tokenizer.ggml.unknown_token_id") == (None if tokenizer is trained else ids["unk"])
     with pytest.raises(UserError, match="4 tokens end a text"):
         specials(trained, 1, 2, 3, 4)
 

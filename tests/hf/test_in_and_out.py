@@ -4,22 +4,25 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import shlex
 import signal
 
 import jax
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 import jaxgpt
 from jaxgpt.config import GPTConfig
 from jaxgpt.config.presets import quickstart
 from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 from jaxgpt.errors import UserError
+from jaxgpt.hf import families
 from jaxgpt.hf.families import find_family
 from jaxgpt.hf.family import canonical_form
 from jaxgpt.hf.source import open_source, tokenizer_json
 from jaxgpt.hf.weights import INDEX, list_tensors
-from jaxgpt.tools.convert import export_hf, import_model
+from jaxgpt.tools.convert import _hide_folders, export_hf, import_model
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from tests.conftest import TEXT
 from tests.helpers import run_command, tiny_experiment
@@ -78,6 +81,7 @@ def test_transformers_opens_what_is_exported(trained, kind):
     text = "In a village of La Mancha,\n one of"
     ids = tokenizer(text)["input_ids"]
     assert ids == run.tokenizer.encode(text).tolist() and tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text  # transformers 5 would drop newlines
     ids = ids[: MODEL.block_size]
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits.numpy()
@@ -85,11 +89,105 @@ def test_transformers_opens_what_is_exported(trained, kind):
     np.testing.assert_allclose(found, expected, **PARITY)
 
 
+@pytest.mark.slow
+@live
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
+def test_other_programs_pad_generate_and_fine_tune(trained, kind):
+    """Batches give the texts of single prompts, no text ends early or loses a newline, and a padded batch is a step."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+    run, out = trained(kind)
+    model, prompts = AutoModelForCausalLM.from_pretrained(out), ["In\na ", "one of"]
+    greedy = dict(max_new_tokens=6, do_sample=False)
+    alone = [text + run.sample(text, max_new_tokens=6, greedy=True) for text in prompts]
+    for side in ("left", "right"):
+        tokenizer = AutoTokenizer.from_pretrained(out, padding_side=side)
+        batch = tokenizer(prompts, padding=True, return_tensors="pt")
+        assert batch["input_ids"].max() < model.config.vocab_size == len(tokenizer)
+        lengths = [len(run.tokenizer.encode(text)) for text in prompts]
+        assert batch["attention_mask"].sum(1).tolist() == lengths
+        generate = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+        for size in (1, 2):
+            assert [t["generated_text"] for (t,) in generate(prompts, batch_size=size, **greedy)] == alone
+    if kind != "bpe":
+        assert model.generation_config.eos_token_id is None is tokenizer.eos_token_id
+    if importlib.util.find_spec("peft"):
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    optimizer, losses = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2), []
+    for _ in range(2):
+        losses.append(model(**batch, labels=batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[1] < losses[0]
+
+
+SCRIPT = """
+import json, sys
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from jaxgpt.tools.evaluate.lm_eval_model import JaxGPT
+run, out, text = sys.argv[1:]
+pairs = [("In a ", "village"), ("", text[:9]), ("there lived", " not")]
+asked = {"loglikelihood": pairs, "loglikelihood_rolling": [(text,), (text[:9],)]}
+for model in (HFLM(pretrained=out, device="cpu", batch_size=2), JaxGPT(run)):
+    found = [getattr(model, name)([Instance(name, {}, x, 0) for x in given]) for name, given in asked.items()]
+    print("found", json.dumps(found))
+"""
+SAME = 1e-4  # nats: float32 sums of another library
+
+
+@pytest.mark.slow  # half a minute to import
+@live
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed: jaxgpt[eval]")
+def test_the_harness_says_of_an_export_what_it_says_of_the_run(trained, tmp_path):
+    """An empty context and the first token of a text, too, which follow the token that an export calls bos."""
+    run, out = trained("char")
+    done = run_command("-c", SCRIPT, str(run.directory), str(out), TEXT[:60], cwd=tmp_path, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    theirs, ours = (json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("found"))
+    np.testing.assert_allclose(np.array(theirs[0]), np.array(ours[0]), rtol=0, atol=SAME)
+    np.testing.assert_allclose(theirs[1], ours[1], rtol=0, atol=SAME)
+
+
+VLLM = {"GPT2LMHeadModel", *(f"{name}ForCausalLM" for name in "Gemma Gemma2 Gemma3 GPTNeoX Llama Mistral".split())}
+VLLM |= {"Olmo2ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+
+
+def test_an_export_is_what_vllm_loads(trained):
+    """As its source asks: a known class, an output matrix where none is tied, ids inside the vocabulary."""
+    assert {
+        family.architecture for family in families.FAMILIES.values()
+    } <= VLLM  # vllm/model_executor/models/registry.py
+    for kind in ("char", "bpe"):
+        run, out = trained(kind)
+        config, generation, tokenizer = (
+            json.loads((out / f"{name}.json").read_text())
+            for name in ("config", "generation_config", "tokenizer_config")
+        )
+        assert config["tie_word_embeddings"] is run.model.config.tie_embeddings
+        assert ("lm_head.weight" in list_tensors(out)) is not config["tie_word_embeddings"]
+        assert {i for i in generation.values() if i is not None} <= set(range(config["vocab_size"]))
+        assert tokenizer["model_max_length"] == config["max_position_embeddings"] == run.model.config.block_size
+        # It stops at the tokenizer's eos whatever generation_config.json says: vllm/renderers/base.py.
+        assert tokenizer.get("eos_token") == {"char": None, "bpe": "<|endoftext|>"}[kind]
+
+
 def test_an_export_has_a_card_and_if_large_several_files_and_an_index(exported, tmp_path):
     run, out = exported
     card = (out / "README.md").read_text()
-    for said in ("library_name: transformers", "mancha.txt", f"{run.val_loss:.4f}", "384 tokens seen", "adamw"):
+    front = dict(line.split(": ") for line in card.split("---")[1].splitlines() if ": " in line and line[0] != "#")
+    assert front == {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    facts = ["mancha.txt", run.metadata.data["train_sha256"], f"{run.val_loss:.4f} nats", "384 tokens seen", "adamw"]
+    for said in (*facts, "2 layers of width 16", "4 heads of 6 (2 of keys and values)", "jaxgpt import DIR"):
         assert said in card, (said, card)
+    assert str(run.directory.parent) not in card and str(tmp_path.parent) not in card
+    command = "jaxgpt train --data.path=/home/ada/a.txt '/home/ada/my run.py' ~/x/y --lr 1/2 org/name"
+    assert _hide_folders(*shlex.split(command)) == "jaxgpt train --data.path=a.txt 'my run.py' y --lr 1/2 org/name"
     several = export_hf(run.directory, tmp_path / "several", shard=4000)
     index = json.loads((several / INDEX).read_text())
     files = sorted(set(index["weight_map"].values()))
@@ -105,6 +203,7 @@ def test_what_is_imported_goes_out_as_it_came_and_is_not_trained_in_place(export
     """The tensors bit for bit, and what came beside them: settings of generation, the chat's template."""
     _, out = exported
     (out / "chat_template.jinja").write_text("{{ messages }}")
+    (out / "README.md").write_text("---\nlicense: mit\n---\n")
     with monkeypatch.context() as m:
         m.setattr("jaxgpt.tools.convert.keep_companions", lambda *_: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
@@ -119,7 +218,7 @@ def test_what_is_imported_goes_out_as_it_came_and_is_not_trained_in_place(export
         np.testing.assert_array_equal(half, second[name].read(), strict=True)
     config = json.loads((again / "config.json").read_text())
     assert config["dtype"] == config["torch_dtype"] == "bfloat16"
-    assert "unchanged" in (again / "README.md").read_text()
+    assert (again / "README.md").read_text() == "---\nlicense: mit\n---\n"  # that of the model
     run = jaxgpt.load(tmp_path / "run")
     with pytest.raises(UserError, match="imported model, with no text of its own: name one with --data FILE"):
         evaluate_run(run)
@@ -147,16 +246,22 @@ def test_the_command_line_goes_the_whole_way(exported, tmp_path):
 @pytest.mark.parametrize("kind", ["char", "byte"])
 def test_our_tokenizers_are_theirs(kind):
     """The same ids for any text, line ends and all, and the text back."""
-    texts = [TEXT, "", "\n", "a\r\n\tb  c\u2028d", "ñandú 🐎 漢字\x00\x7f"]
+    texts = [TEXT, "", "\n", "a\r\n\tb  c\u2028d", "ñandú 🐎 漢字\x00\x7f", "ĊăĀÿ\n\x03"]
     ours = CharTokenizer("".join(texts)) if kind == "char" else ByteTokenizer()
-    theirs = BPETokenizer(tokenizer_json(ours))
-    assert theirs.vocab_size == ours.vocab_size
-    for text in texts:
-        np.testing.assert_array_equal(theirs.encode(text), ours.encode(text))
-        assert theirs.decode(ours.encode(text)) == text
+    end = ours.encode("\x03")[0].item()
+    for ends in (None, end):
+        theirs = BPETokenizer(tokenizer_json(ours, ends))
+        library = Tokenizer.from_str(tokenizer_json(ours, ends))  # as every other program reads and prints texts
+        assert theirs.vocab_size == library.get_vocab_size() == ours.vocab_size
+        for text in texts:
+            ids = ours.encode(text)
+            np.testing.assert_array_equal(theirs.encode(text), ids)
+            np.testing.assert_array_equal(library.encode(text).ids, ids)
+            np.testing.assert_array_equal(theirs.locate(text, specials=False)[1], ours.locate(text, specials=False)[1])
+            assert theirs.decode(ids) == text
+            assert library.decode(ids) == (text if ends is None else text.replace("\x03", ""))
     if kind == "char":
-        with pytest.raises(UserError, match="UNK"):
-            theirs.encode("\x01")
+        assert theirs.encode("a\x01b").tolist() == ours.encode("a\nb").tolist()
 
 
 def test_an_architecture_that_nobody_else_has_is_told_with_the_nearest():
