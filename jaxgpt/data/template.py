@@ -29,7 +29,7 @@ from typing import Any
 
 from jaxgpt.config.validate import short
 from jaxgpt.data.tokenizer import Tokenizer
-from jaxgpt.data.tools import Message, Tool, check_calls, check_characters, spell_out
+from jaxgpt.data.tools import DESCRIBED, Message, Tool, check_calls, check_characters, spell_out
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_bytes, read_json, write_whole
 
@@ -121,15 +121,28 @@ class Turns:
 
     def jinja(self) -> str:
         """Return the template in Jinja, for other programs. Unlike `write`, it accepts contents that contain `end`."""
-        before = self.before.format(role="{{ message['role'] }}", Role="{{ message['role'] | capitalize }}")
-        text, parts = "{{ message['content'] }}", "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}"
-        content = f"{{% if message['content'] is string %}}{text}{{% else %}}{parts}{{% endif %}}{self.end}"
+        role = "('user' if message['role'] == 'tool' else message['role'])"  # as `spell_out` has it
+        before = self.before.format(role=f"{{{{ {role} }}}}", Role=f"{{{{ {role} | capitalize }}}}")
         # No newline follows a block: some programs would drop it, others not.
+        text = (
+            "{% if message['content'] is string %}{{ message['content'] }}{% elif message['content'] %}"
+            "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{% endif %}"
+        )
+        calls = (
+            "{% for call in message['tool_calls'] or [] %}{% set call = call['function'] %}"
+            "{{ '\\n' if message['content'] or not loop.first else '' }}{{ '<tool_call>\\n{\"name\": ' }}"
+            "{{ call['name'] | tojson }}, \"arguments\": {% if call['arguments'] is string %}{{ call['arguments'] }}"
+            "{% else %}{{ call['arguments'] | tojson }}{% endif %}{{ '}\\n</tool_call>' }}{% endfor %}"
+        )
+        head, tail = DESCRIBED.split("{tools}")
+        listed = "{% for tool in tools %}{{ tool | tojson }}{{ '' if loop.last else '\\n' }}{% endfor %}"
+        described = f"{self._before('system')}{{{{ {head!r} }}}}{listed}{{{{ {tail!r} }}}}{self.end}{{{{ '\\n' }}}}"
         begin = f"{{{{ {self.begin!r} }}}}" if self.begin else ""
         return (
-            f"{begin}{{% for message in messages %}}{before}"
-            f"{{% if message['role'] == 'assistant' %}}{{% generation %}}{content}{{% endgeneration %}}"
-            f"{{% else %}}{content}{{% endif %}}{{{{ '\\n' }}}}{{% endfor %}}"
+            f"{begin}{{% if tools %}}{described}{{% endif %}}{{% for message in messages %}}{before}"
+            f"{{% if message['role'] == 'assistant' %}}{{% generation %}}{text}{calls}{self.end}{{% endgeneration %}}"
+            f"{{% elif message['role'] == 'tool' %}}{{{{ '<tool_response>\\n' }}}}{text}{{{{ '\\n</tool_response>' }}}}"
+            f"{self.end}{{% else %}}{text}{self.end}{{% endif %}}{{{{ '\\n' }}}}{{% endfor %}}"
             f"{{% if add_generation_prompt %}}{self._before('assistant')}{{% endif %}}"
         )
 

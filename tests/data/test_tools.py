@@ -1,5 +1,6 @@
 """Tools: what a template writes is what is read back, and nothing else is taken for a call."""
 
+import itertools
 import json
 
 import pytest
@@ -58,7 +59,7 @@ def test_a_call_that_the_template_writes_is_read_back(kind):
         answer = after[len(before) :].removeprefix(offer.begin)
         content, (found,) = offer.read(answer)
         assert found["function"]["name"] == "add" and json.loads(found["function"]["arguments"]) == wanted
-        assert content.removeprefix("<think>\n\n</think>").strip() == ("[TOOL_CALLS] [" if kind == "nothing" else "")
+        assert content.removeprefix("<think>\n\n</think>").strip() == ""
         assert (offer.begin == "") is (choice is None) and len(found["id"]) == 9
 
 
@@ -104,3 +105,17 @@ def test_results_are_what_a_user_says():
     result = check_message({"role": "tool", "content": "3", "tool_call_id": "1"}, "")
     assert spell_out([result], ()) == [{"role": "user", "content": "<tool_response>\n3\n</tool_response>"}]
     assert TEMPLATES["marked"].write([result]).text == "<|im_start|>tool\n3<|im_end|>\n"
+
+
+@pytest.mark.parametrize("template", [PLAIN, CHATML], ids=["plain", "chatml"])
+def test_tools_are_the_same_in_the_jinja_of_our_templates(template):
+    theirs = jinja(template.jinja())
+    asked = [check_message({"role": "assistant", "content": "So", "tool_calls": [call(a="ñ <b>"), call("now")]}, "")]
+    asked += [check_message({"role": "tool", "content": "3\n", "tool_call_id": "1"}, "")]
+    messages = [ASKED, *asked, asked[0] | {"content": ""}, {"role": "assistant", "content": "Done."}]
+    for tools, count, prompt in itertools.product(((), TOOLS), range(1, 6), (False, True)):
+        found = theirs.write(messages[:count], tools=tools, prompt=prompt)
+        expected = template.write(messages[:count], tools=tools, prompt=prompt)
+        assert (found.text, found.answers) == (expected.text, expected.answers)
+    raw = {"role": "assistant", "content": "", "tool_calls": [call(a=1)]}  # arguments as a text, as OpenAI has them
+    assert '"arguments": {"a": 1}}' in theirs.write([ASKED, raw]).text
