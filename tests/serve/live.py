@@ -91,7 +91,7 @@ def tiny_run(directory: Path, *, block_size: int, steps: int = 6) -> Path:
 
 
 @contextlib.contextmanager
-def serve(run: Path, *options: str, **env: str) -> Iterator[Server]:
+def serve(run: Path, *options: str, lifetime: float = LIFETIME, **env: str) -> Iterator[Server]:
     """Serve a run until the block ends; then the server has exited with status 0 and has printed no traceback."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -105,7 +105,7 @@ def serve(run: Path, *options: str, **env: str) -> Iterator[Server]:
             stdout=f,
             stderr=subprocess.STDOUT,
         )
-    guard = threading.Timer(LIFETIME, process.kill)
+    guard = threading.Timer(lifetime, process.kill)
     guard.start()
     try:
         server = Server(run=run, port=port, process=process, log=log)
