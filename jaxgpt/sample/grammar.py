@@ -173,14 +173,14 @@ class Constraint:
 
     def fill(self, allowed_W: np.ndarray, ends: Sequence[int]) -> None:
         """Write the mask of the next token, bits of uint32. ends: ids that end the completion."""
-        words, last = np.frombuffer(self._matcher.compute_bitmask(), np.uint32), self._grammar.vocab_size
-        count = min(len(words), len(allowed_W))
-        allowed_W[:] = 0
-        allowed_W[:count] = words[:count]
-        if words[last // 32] >> (last % 32) & 1:
-            allowed_W[last // 32] &= ~np.uint32(1 << last % 32)
+        bits, last = bytearray(self._matcher.compute_bitmask()), self._grammar.vocab_size
+        if bits[last // 8] >> last % 8 & 1:
+            bits[last // 8] ^= 1 << last % 8
             for i in ends:
-                allowed_W[i // 32] |= np.uint32(1 << i % 32)
+                bits[i // 8] |= 1 << i % 8
+        words = np.frombuffer(bits, np.uint32)
+        allowed_W[: len(words)] = words
+        allowed_W[len(words) :] = 0
 
     def push(self, token: int, left: int) -> int | None:
         """Take a token that was drawn, and return it, or another that takes its place, or None to end before it.
