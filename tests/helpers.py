@@ -139,10 +139,12 @@ def recorded_run(directory: Path, config: DataConfig, dataset: Dataset, *, block
     return Run(model=model.make_model(), params={}, metadata=read_metadata(directory), **of)
 
 
-def run_command(*argv: str, cwd: Path, deadline: float = 240.0, **env: str) -> subprocess.CompletedProcess:
+def run_command(
+    *argv: str, cwd: Path, deadline: float = 240.0, python: str = sys.executable, **env: str
+) -> subprocess.CompletedProcess:
     """`python ARGV...` with a deadline that ends in SIGKILL (subprocess.run kills on timeout)."""
     return subprocess.run(
-        [sys.executable, *argv],
+        [python, *argv],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200", **env},
         stdin=subprocess.DEVNULL,

@@ -75,11 +75,12 @@ class Server:
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def tiny_run(directory: Path, *, block_size: int, steps: int = 6) -> Path:
+def tiny_run(directory: Path, *, block_size: int, steps: int = 6, **train) -> Path:
     """Train a model of bytes in seconds, and return its run directory."""
     text = directory / "text.txt"
     text.write_text(TEXT.replace("n", "ñ") * 4 * (1 + block_size // 256), encoding="utf-8")
-    e = tiny_experiment(text, steps=steps, eval_every=steps, checkpoint_every=steps, log_every=steps, sample_tokens=0)
+    train |= dict(steps=steps, eval_every=steps, checkpoint_every=steps, log_every=steps, sample_tokens=0)
+    e = tiny_experiment(text, **train)
     e = dataclasses.replace(
         e,
         model=dataclasses.replace(e.model, n_embd=16, block_size=block_size),
