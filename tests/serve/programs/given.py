@@ -28,6 +28,19 @@ class Person(pydantic.BaseModel):
 
 
 ROOM = 200  # bytes, in which every Person ends
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a place.",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["place", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
 
 
 def fails(error: type[Exception], call) -> Exception:
@@ -37,3 +50,9 @@ def fails(error: type[Exception], call) -> Exception:
     except error as e:
         return e
     raise AssertionError(f"no {error.__name__}")
+
+
+def fits_weather(arguments: dict) -> bool:
+    """Return whether the arguments of a call match the schema of WEATHER."""
+    is_fit = isinstance(arguments.get("place"), str) and isinstance(arguments.get("days"), int)
+    return is_fit and len(arguments) == 2

@@ -3,7 +3,6 @@
 import json
 import os
 
-import pytest
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
@@ -20,12 +19,8 @@ class TestChatModel(ChatModelIntegrationTests):
 
     @property
     def has_tool_calling(self):
-        return False
+        return True
 
     @property
     def structured_output_kwargs(self):
         return {"method": "json_schema"}
-
-    @pytest.mark.xfail(reason="asks for a tool")
-    def test_structured_output_pydantic_2_v1(self, model):
-        super().test_structured_output_pydantic_2_v1(model)

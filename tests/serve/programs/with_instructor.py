@@ -35,3 +35,10 @@ def check_stream():
 def check_provider():
     maker = instructor.from_provider(f"openai/{MODEL}", base_url=URL, mode=Mode.JSON_SCHEMA)
     assert isinstance(maker.create(response_model=Person, messages=MESSAGES, max_tokens=ROOM), Person)
+
+
+def check_tools():
+    for mode in (Mode.TOOLS, Mode.TOOLS_STRICT):
+        maker = instructor.from_openai(client, mode=mode)
+        assert isinstance(maker.create(response_model=Person, **ASKED), Person)
+    assert all(isinstance(job, Job) for job in maker.create(response_model=list[Job], **ASKED))

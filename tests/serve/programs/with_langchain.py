@@ -2,9 +2,23 @@
 
 import asyncio
 
-from given import ANSWER, MESSAGES, MODEL, OVERLONG, PROMPT, ROOM, SETTINGS, TEXT, URL, Person, fails
+from given import (
+    ANSWER,
+    MESSAGES,
+    MODEL,
+    OVERLONG,
+    PROMPT,
+    ROOM,
+    SETTINGS,
+    TEXT,
+    URL,
+    WEATHER,
+    Person,
+    fails,
+    fits_weather,
+)
 from langchain_core.exceptions import ContextOverflowError
-from langchain_core.messages import AIMessageChunk, HumanMessage
+from langchain_core.messages import AIMessageChunk, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI
 
 WHERE = dict(model=MODEL, base_url=URL, max_retries=0)
@@ -62,3 +76,16 @@ def check_completions():
 
 def check_overlong():
     fails(ContextOverflowError, lambda: chat.invoke(OVERLONG))
+
+
+def check_tools():
+    for choice in ("any", "get_weather"):
+        able = roomy.bind_tools([WEATHER], tool_choice=choice)
+        made = able.invoke(MESSAGES)
+        (call,) = made.tool_calls
+        assert fits_weather(call["args"])
+        (call,) = sum(able.stream(MESSAGES), AIMessageChunk("")).tool_calls
+        assert fits_weather(call["args"])
+    result = ToolMessage("rain", tool_call_id=made.tool_calls[0]["id"])
+    roomy.bind_tools([WEATHER]).invoke([*MESSAGES, made, result])
+    assert isinstance(roomy.with_structured_output(Person, method="function_calling").invoke(MESSAGES), Person)

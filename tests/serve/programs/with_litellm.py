@@ -4,7 +4,22 @@ import asyncio
 import json
 
 import litellm
-from given import ANSWER, MESSAGES, MODEL, OVERLONG, PROMPT, ROOM, SETTINGS, TEXT, THEN, URL, Person, fails
+from given import (
+    ANSWER,
+    MESSAGES,
+    MODEL,
+    OVERLONG,
+    PROMPT,
+    ROOM,
+    SETTINGS,
+    TEXT,
+    THEN,
+    URL,
+    WEATHER,
+    Person,
+    fails,
+    fits_weather,
+)
 
 WHERE = dict(api_base=URL, api_key="any", num_retries=0)
 CHAT = dict(model=f"openai/{MODEL}", **WHERE)
@@ -71,3 +86,15 @@ def check_many_at_once():
 def check_router():
     router = litellm.Router(model_list=[{"model_name": "mine", "litellm_params": {**CHAT}}])
     assert router.completion(model="mine", messages=MESSAGES, **SETTINGS).choices[0].message.content == ANSWER
+
+
+def check_tools():
+    asked = dict(tools=[WEATHER], max_tokens=ROOM, **CHAT)
+    message = litellm.completion(messages=MESSAGES, tool_choice="required", **asked).choices[0].message
+    (call,) = message.tool_calls
+    assert fits_weather(json.loads(call.function.arguments))
+    result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    litellm.completion(messages=[*MESSAGES, message, result], tool_choice="auto", **asked)
+    chunks = list(litellm.completion(messages=MESSAGES, tool_choice="required", stream=True, **asked))
+    (call,) = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
+    assert fits_weather(json.loads(call.function.arguments))

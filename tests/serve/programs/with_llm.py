@@ -44,3 +44,8 @@ def check_completion():
 def check_schema():
     made = json.loads(ask("-m", "mine", "--schema", "name, age int", "-o", "max_tokens", str(ROOM), "Who?"))
     assert isinstance(made["name"], str) and isinstance(made["age"], int)
+
+
+def check_tools():
+    """They are offered, and none need be called."""
+    ask("-m", "mine", "-T", "llm_version", "Which?", *OPTIONS)

@@ -4,7 +4,23 @@ import asyncio
 import json
 
 import openai
-from given import ANSWER, CONTEXT, MESSAGES, MODEL, OVERLONG, PROMPT, ROOM, SETTINGS, TEXT, THEN, URL, Person, fails
+from given import (
+    ANSWER,
+    CONTEXT,
+    MESSAGES,
+    MODEL,
+    OVERLONG,
+    PROMPT,
+    ROOM,
+    SETTINGS,
+    TEXT,
+    THEN,
+    URL,
+    WEATHER,
+    Person,
+    fails,
+    fits_weather,
+)
 
 client = openai.OpenAI(base_url=URL, max_retries=0, timeout=60)
 chat = client.chat.completions
@@ -79,3 +95,28 @@ def check_async():
             return await asyncio.gather(*(create(model=MODEL, messages=MESSAGES, **SETTINGS) for _ in range(6)))
 
     assert {made.choices[0].message.content for made in asyncio.run(ask())} == {ANSWER}
+
+
+def check_tools():
+    """One must be called, a named one, and one may be; the results go back."""
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for choice in ("required", named):
+        asked = dict(model=MODEL, messages=MESSAGES, tools=[WEATHER], tool_choice=choice, max_tokens=ROOM, seed=1)
+        made = chat.create(**asked).choices[0]
+        (call,) = made.message.tool_calls
+        assert made.message.content is None and call.type == "function" and call.function.name == "get_weather"
+        assert fits_weather(json.loads(call.function.arguments))
+        assert choice == named or made.finish_reason == "tool_calls"
+        with chat.stream(**asked) as stream:
+            (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
+        assert streamed.function.arguments == call.function.arguments
+        result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+        history = [*MESSAGES, made.message, result]
+        for choice in ("auto", "none"):
+            chat.create(model=MODEL, messages=history, tools=[WEATHER], tool_choice=choice, **SETTINGS)
+
+
+def check_tools_from_pydantic():
+    tools = [openai.pydantic_function_tool(Person)]
+    made = chat.parse(model=MODEL, messages=MESSAGES, tools=tools, tool_choice="required", max_tokens=ROOM)
+    assert isinstance(made.choices[0].message.tool_calls[0].function.parsed_arguments, Person)
