@@ -119,7 +119,9 @@ class Offer:
         """Return the grammar of the call that must be, after `begin`, in llguidance's form; None if none must."""
         ways = []
         for tool in self.required:
-            schema = (tool["function"].get("parameters") or {"type": "object"}) | {"x-guidance": json_options}
+            schema = tool["function"].get("parameters") or {"type": "object", "properties": {}}
+            closed = {"additionalProperties": False} if "properties" in schema else {}  # a function takes no others
+            schema = closed | schema | {"x-guidance": json_options}
             ways.append(f"{json.dumps(tool['function']['name'] + self.middle)} %json {json.dumps(schema)}")
         return f"start: {' | '.join(ways)}" if ways else None
 

@@ -33,6 +33,7 @@ class Grammar:
     text: str  # in llguidance's format
     vocab_size: int
     closers: tuple[int, ...]  # tokens that end a text of JSON early, in the order in which they are tried
+    digit: int | None  # the one of them that may be repeated for ever
     least: int | None = None  # tokens of a short completion; None: none was found
 
     def start(self) -> Constraint:
@@ -88,7 +89,9 @@ def compile_grammar(
             text = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON)  # type: ignore[arg-type]
         except (ValueError, TypeError) as e:
             raise UserError(f"schema={short(schema)} is not JSON: {first_line(e)[:200]}") from None
-    found = Grammar(words=words, text=text, vocab_size=tokenizer.vocab_size, closers=tuple(_find_closers(tokenizer)))
+    closers = _find_closers(tokenizer)
+    ids = {"closers": tuple(closers.values()), "digit": closers.get("0")}
+    found = Grammar(words=words, text=text, vocab_size=tokenizer.vocab_size, **ids)
     start = found.start()
     if not start.error and not start.can_begin():
         raise UserError(f"{name} cannot be followed: this tokenizer has no token with which it could begin")
@@ -136,14 +139,14 @@ class _Words:
         return ids
 
 
-def _find_closers(tokenizer: Tokenizer) -> list[int]:
-    found = []
+def _find_closers(tokenizer: Tokenizer) -> dict[str, int]:
+    found = dict[str, int]()
     for text in '"}]0,:':
         try:
             ids = tokenizer.encode(text)
         except UserError:  # not one of its characters
             continue
-        found += ids.tolist() if len(ids) == 1 else []
+        found |= {text: int(ids[0])} if len(ids) == 1 else {}
     return found
 
 
@@ -208,20 +211,27 @@ class Constraint:
         """Return few tokens, at most `most`, that complete the text; None if none are found by trying the plainest."""
         path, is_found = list[int](), True
         while is_found and not self._matcher.is_accepting():
-            new = self._matcher.compute_ff_tokens() or self._plainest()
+            new = self._matcher.compute_ff_tokens() or self._try_closers(path) or self._lead_on(path)
             done = self._matcher.try_consume_tokens(new) if 0 < len(new) <= most - len(path) else 0
             path += new[:done]
             is_found = 0 < done == len(new)
         self._matcher.rollback(len(path))
         return path if is_found else None
 
-    def _plainest(self) -> list[int]:
-        matcher = self._matcher
-        for i in self._grammar.closers:
-            if matcher.validate_tokens([i]):
-                return [i]
-        words = self._grammar.words
-        return next(([i] for i in self._allowed().tolist() if words.decode_str([i]).strip()), [])
+    def _try_closers(self, path: list[int]) -> list[int]:
+        """Return a token that ends something, as one; none if there is none, or if it would be a second digit."""
+        valid = next((i for i in self._grammar.closers if self._matcher.validate_tokens([i])), None)
+        return [] if valid is None or (path[-1:] == [valid] and valid == self._grammar.digit) else [valid]
+
+    def _lead_on(self, path: list[int]) -> list[int]:
+        """Return a token that may come now and could not come before, where others may only repeat; else any."""
+        allowed, before = self._allowed(), np.arange(0)
+        if path:
+            self._matcher.rollback(1)
+            before = self._allowed()
+            self._matcher.consume_token(path[-1])
+        new = [*np.setdiff1d(allowed, before).tolist(), *allowed.tolist()]
+        return next(([i] for i in new if self._grammar.words.decode_str([i]).strip()), [])
 
     def _allowed(self) -> np.ndarray:
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")

@@ -42,6 +42,12 @@ TREE = {
     },
     "$ref": "#/$defs/tree",
 }
+MAIL = {
+    "type": "object",
+    "properties": {"mail": {"type": "string", "pattern": r"^\w+@\w+\.\w+$"}},
+    "required": ["mail"],
+}
+MAIL |= {"additionalProperties": False}
 TOKENIZERS = {
     "byte": ByteTokenizer(),
     "char": CharTokenizer([*map(chr, range(32, 127)), "\n", "ñ"]),
@@ -68,7 +74,9 @@ def draw(rng, tokenizer, grammar, most, ends=()):
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize(
-    "schema", [PERSON, TREE, {"type": "object"}, {"type": "number"}], ids=["person", "tree", "any", "1"]
+    "schema",
+    [PERSON, TREE, MAIL, {"type": "object"}, {"type": "number"}],
+    ids=["person", "tree", "mail", "any", "1"],
 )
 def test_every_completion_is_what_the_schema_says(kind, schema):
     """Of any length that holds one, though each token is drawn evenly from those allowed."""
@@ -80,6 +88,7 @@ def test_every_completion_is_what_the_schema_says(kind, schema):
         value = json.loads(text)
         if schema is PERSON:
             assert list(value) == ["name", "ages", "kind"] and len(value["ages"]) >= 2, text
+        assert schema is not MAIL or re.fullmatch(r"\w+@\w+\.\w+", value["mail"]), text
         assert isinstance(value, (int, float) if schema.get("type") == "number" else dict), text
 
 

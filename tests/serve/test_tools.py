@@ -11,7 +11,7 @@ CITY |= {"required": ["city", "days"], "additionalProperties": False}
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Tell it.", "parameters": CITY}}
 RIDE = {
     "type": "function",
-    "function": {"name": "ride", "parameters": {"type": "object", "additionalProperties": False}},
+    "function": {"name": "ride", "parameters": {"type": "object", "properties": {}}},
 }
 ADDED = '<tool_call>\n{"name": "ride", "arguments": {}}\n</tool_call>'
 
