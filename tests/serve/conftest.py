@@ -146,12 +146,16 @@ def refused(response, param, *words, status=400):
 
 
 def join_choices(parts):
-    """Return text, log-probabilities and end of each choice, from one whole response or from the events of a stream."""
+    """Return text, log-probabilities and end of each choice, from one whole response or from the events of a stream.
+
+    The text has the arguments of calls.
+    """
     found = {}
     for choice in [choice for part in parts for choice in part["choices"]]:
         held = found.setdefault(choice["index"], {"text": "", "logprobs": [], "finish": None})
         said, logprobs = choice.get("message") or choice.get("delta") or choice, choice["logprobs"] or {}
         held["text"] += said.get("content") or said.get("text") or ""
+        held["text"] += "".join(call["function"]["arguments"] for call in said.get("tool_calls", ()))
         held["logprobs"] += logprobs.get("token_logprobs") or [
             token["logprob"] for token in logprobs.get("content", ())
         ]

@@ -143,6 +143,9 @@ def mixed_question(number: int) -> Question:
         body, holds = body | stop, lambda text: not any(end in text for end in ends)
     elif kind < 0.7 and path == TEXTS:
         body |= {"prompt": [text, [97, 98]]} if is_streamed else {"best_of": 4}
+    elif kind < 0.8 and path == CHAT:
+        tools = [{"type": "function", "function": {"name": name, "parameters": SQUIRE}} for name in ("add", "find")]
+        body, holds = body | {"tools": tools, "tool_choice": "required", "max_tokens": rng.randint(80, 160)}, is_squire
     return Question(path, body, holds=holds)
 
 
