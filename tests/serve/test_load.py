@@ -145,7 +145,11 @@ def mixed_question(number: int) -> Question:
         body |= {"prompt": [text, [97, 98]]} if is_streamed else {"best_of": 4}
     elif kind < 0.8 and path == CHAT:
         tools = [{"type": "function", "function": {"name": name, "parameters": SQUIRE}} for name in ("add", "find")]
-        body, holds = body | {"tools": tools, "tool_choice": "required", "max_tokens": rng.randint(80, 160)}, is_squire
+        body |= {"tools": tools, "tool_choice": "required", "max_tokens": rng.randint(80, 160)}
+        body, holds = (
+            body | {"messages": [{"role": "user", "content": text[:99]}]},
+            is_squire,
+        )  # tools take 1,000 tokens
     return Question(path, body, holds=holds)
 
 
