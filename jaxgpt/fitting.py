@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 from jaxgpt import loop
 from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment
+from jaxgpt.data.mixture import parts_of
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, RaisedOnAllProcesses, UserError, shell_line
 from jaxgpt.hf.source import keep_companions
 from jaxgpt.parallel import multihost
@@ -145,15 +146,18 @@ def fit(
             log.say(f"step {step} skipped: {why}")
 
         def validate(step: int, state: TrainState) -> float | None:
-            def windows() -> Iterator[Batch]:
-                for number, window in enumerate(training.validation_windows()):
+            def watched(windows: Iterator[Batch]) -> Iterator[Batch]:
+                for number, window in enumerate(windows):
                     watchdog.beat(step, slow=not number)  # the first one is compiled for
                     yield window
                     if caught(None) is not None:
                         return
 
             with log.clock.paused():
-                val_loss, _ = mean_loss(trainer.eval_step, trainer.merged_params(state), windows())
+                params = trainer.merged_params(state)
+                val_loss, log.val_losses = training.measure_val_loss(
+                    lambda windows: mean_loss(trainer.eval_step, params, watched(windows))[0]
+                )
             return val_loss if caught(None) is None else None
 
         def save(step: int, state: TrainState, val_loss: float | None) -> None:
@@ -248,6 +252,10 @@ def introduction(training: Training, start: int) -> Iterator[str]:
     tokens = f"{len(dataset.train):,} training and {len(dataset.val):,} validation tokens"
     per_step = f"{train.batch_size * experiment.model.block_size:,} tokens per step"
     yield f"{tokens}, vocabulary {experiment.model.vocab_size}; {per_step}; run in {training.directory}"
+    for name, (weight, part) in parts_of(dataset.train).items():
+        if name:
+            epochs = weight * train.steps * train.batch_size * experiment.model.block_size / len(part)
+            yield f"{name}: {100 * weight:.4g}% of the sequences, {epochs:.3g} epochs of its {len(part):,} training tokens"
     yield from dataset.notes
     given, warmup = experiment.optim.warmup_steps, experiment.optim.warmup(train.steps)
     if given is not None and warmup < given:

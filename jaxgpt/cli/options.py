@@ -55,6 +55,7 @@ def parse(
     operand: what the usage line shows before the options. example: a command line for the help.
     defaults: override those in the signature.
     """
+    argv = _join_mixture(argv)
     signature, doc = inspect.signature(command, eval_str=True), getattr(command, "func", command).__doc__
     text, _, documented = inspect.cleandoc(doc or "").partition("Args:")
     parameters = [p for p in signature.parameters.values() if "Callable" not in str(p.annotation)]
@@ -117,6 +118,17 @@ def parse(
         print_result(command(**values), as_json=as_json)
 
     return functools.partial(run, **values)
+
+
+def _join_mixture(argv: list[str]) -> list[str]:
+    """Join the words of `--data.path a:0.7 b:0.3` by commas, as `DataConfig.path` has them."""
+    joined: list[str] = []
+    for word in argv:
+        if joined[-2:-1] == ["--data.path"] and ":" in joined[-1] and not word.startswith("-"):
+            joined[-1] += f",{word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _common_options() -> ConstructorRegistry:

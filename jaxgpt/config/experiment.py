@@ -41,7 +41,7 @@ class DataConfig:
 
     # built-in text: python-docs, shakespeare, sancho, quijote, or python-docs.jsonl (conversations)
     corpus: str = "python-docs"
-    # your text: a UTF-8 file, a folder of .txt files, .bin token shards, or conversations (.jsonl); None: data.corpus
+    # your text: a UTF-8 file, a folder of .txt, .bin shards, .jsonl conversations, or a mixture a:0.7 b:0.3; None: corpus
     path: str | None = None
     tokenizer: str = "char"  # char, byte, bpe (trained on the text), ids, or the path of a tokenizer.json
     bpe_vocab_size: Annotated[int, Interval(ge=257, le=LARGEST_SIZE)] = 4096  # tokens of a BPE trained on the text

@@ -7,14 +7,20 @@ import dataclasses
 import hashlib
 import http.client
 import json
+import logging
 import re
+import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import filelock
+
 from jaxgpt.errors import UserError
-from jaxgpt.files import cache_directory, is_there, make_cache, open_file, sha256, write_whole
+from jaxgpt.files import cache_directory, is_there, make_cache, open_file, open_whole, read_json, sha256, write_whole
+
+LOG = logging.getLogger(__name__)
 
 CHUNK = 8 * 1024**2  # bytes read at a time: a text may be larger than memory
 LARGEST = 2**28  # bytes of a download; every registered corpus is far below
@@ -101,6 +107,50 @@ def find_user_files(path: str) -> list[Path]:
     if not files:
         raise UserError(f"{root} has no .txt files: {takes}")
     return files
+
+
+def fetch(url: str) -> Path:
+    """Return a copy in the cache of the file, or the folder of token shards or texts, at gs://, s3:// and the like.
+
+    Files are downloaded once, and again where their size or version has changed. Raises `UserError` if that fails.
+    """
+    try:
+        import fsspec  # 0.1 s, which local data do without
+
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback for each try without a network
+        fs, root = fsspec.url_to_fs(url)
+        kinds = (".bin", ".txt", ".json", ".pkl")
+        is_file = fs.info(root)["type"] == "file"
+        names = [root] if is_file else sorted(f for f in fs.ls(root, detail=False) if f.endswith(kinds))
+        infos = {name.rpartition("/")[2]: fs.info(name) for name in names}
+        stamps = ("size", "etag", "ETag", "mtime", "LastModified", "created")  # by which services tell versions
+        versions = {name: [str(info.get(stamp)) for stamp in stamps] for name, info in infos.items()}
+        if not versions:
+            raise UserError(f"{url} has no .bin or .txt files: name a folder of token shards or texts, or a file")
+        make_cache(directory := cache_directory() / "remote" / hashlib.sha256(url.encode()).hexdigest()[:24])
+        record = directory.with_suffix(".json")
+        with filelock.FileLock(directory.with_suffix(".lock")):  # of the processes of a host, one downloads
+            held = read_json(record, 2**24) if record.exists() else {}
+            for name in held.keys() - versions:
+                (directory / name).unlink(missing_ok=True)
+            held = {name: version for name, version in held.items() if (directory / name).exists()}
+            for name, info in infos.items():
+                if held.get(name) != versions[name]:
+                    LOG.warning("downloading %s: %s", info["name"], f"{info['size'] / 1e6:,.0f} MB")  # so that it shows
+                    with fs.open(info["name"], "rb") as source, open_whole(directory / name) as out:
+                        shutil.copyfileobj(source, out, CHUNK)
+                        if out.tell() != info["size"]:
+                            raise OSError(f"{name} ended after {out.tell()} of {info['size']} bytes")
+                    held[name] = versions[name]
+                    write_whole(record, json.dumps(held))
+    except ImportError as e:
+        raise UserError(f"{url} needs another package: python -m pip install 'jaxgpt[remote]' ({e})") from None
+    except UserError:
+        raise
+    except Exception as e:  # each service has its own
+        why = str(e).strip().partition("\n")[0] or type(e).__name__
+        raise UserError(f"cannot read {url}: {why}. Check the address and your credentials for it") from None
+    return directory / next(iter(versions)) if is_file else directory
 
 
 def read_text(files: list[Path]) -> Iterator[str | None]:

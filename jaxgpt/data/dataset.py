@@ -20,13 +20,14 @@ import numpy as np
 from jaxgpt.config import DataConfig, GPTConfig
 from jaxgpt.data import template as chat
 from jaxgpt.data.conversations import Conversations, encode_all, read_messages
-from jaxgpt.data.corpus import find_corpus_files, find_user_files, read_text
+from jaxgpt.data.corpus import fetch, find_corpus_files, find_user_files, read_text
+from jaxgpt.data.mixture import Mixture, read_mixture
 from jaxgpt.data.pipeline import Dataset, Tokens
 from jaxgpt.data.shards import find_shards, open_shards
 from jaxgpt.data.tokenizer import CharTokenizer, Tokenizer, fingerprint, load_tokenizer, open_tokenizer, train_bpe
 from jaxgpt.data.tools import spell_out
 from jaxgpt.errors import UserError
-from jaxgpt.files import cache_directory, is_there, make_cache, read_json, sha256
+from jaxgpt.files import cache_directory, is_there, make_cache, read_json, sha256, write_whole
 
 LOG = logging.getLogger(__name__)
 REPORTED = 2**25  # bytes; reading a text of at least this size is reported
@@ -59,6 +60,10 @@ def prepare(
     Raises:
         UserError: there is no text, it is not UTF-8, or a split is shorter than one window.
     """
+    if sources := read_mixture(config.path):
+        return _open_mixture(config, sources, known, block_size=block_size, vocab_size=vocab_size)
+    if config.path is not None and "://" in config.path:
+        config = dataclasses.replace(config, path=str(fetch(config.path)))
     by_file = known is None or "split" in known
     if config.path is not None and is_there(Path(config.path), "Name another text with --data.path."):
         known = None
@@ -101,6 +106,39 @@ def encode_whole(files: list[Path], tokenizer: Tokenizer) -> tuple[np.ndarray, s
         return tokenizer.encode(text), text
     ids = [part for document in documents for part in (tokenizer.encode(document), np.array([end], np.int32))]
     return np.concatenate(ids[:-1]), text
+
+
+def _open_mixture(config: DataConfig, sources: dict[str, float], known: dict[str, Any] | None, **model: Any) -> Dataset:
+    """Return the dataset of several sources, by path and weight, which need one tokenizer. Arguments: `prepare`."""
+    if config.tokenizer == "bpe":
+        raise UserError(f"tokenizer bpe is trained on one text, not on {config.path}: give a tokenizer.json, or byte")
+    before = (known or {}).get("mixture", ())
+    datasets = {
+        path: prepare(dataclasses.replace(config, path=path), known=before[n] if n < len(before) else None, **model)
+        for n, path in enumerate(sources)
+    }
+    all_of = [(path, dataset.tokenizer) for path, dataset in datasets.items()]
+    first, one = all_of[0]
+    if other := next(((path, t) for path, t in all_of if fingerprint(t) != fingerprint(one)), None):
+        if config.tokenizer == "char" and not any("files" in d.fingerprint for d in datasets.values()):
+            union = CharTokenizer("".join(t.characters for _, t in all_of if isinstance(t, CharTokenizer)))
+            write_whole(file := cache_directory() / "tokens" / f"{fingerprint(union)}.json", union.to_json())
+            return _open_mixture(dataclasses.replace(config, tokenizer=str(file)), sources, known, **model)
+        sizes = f"{one.vocab_size} and {other[1].vocab_size} tokens"
+        raise UserError(
+            f"{first} and {other[0]} have different tokenizers, of {sizes}: a mixture needs one for all, such as "
+            "--data.tokenizer byte for texts, or the tokenizer.json of the token files"
+        )
+    train, val = (Mixture({p: (w, vars(datasets[p])[name]) for p, w in sources.items()}) for name in SPLITS)
+    made_of = [{"weight": round(weight, 6), **datasets[path].fingerprint} for path, weight in sources.items()]
+    lengths = {"train_tokens": len(train), "val_tokens": len(val)}
+    return Dataset(
+        train=train,
+        val=val,
+        tokenizer=one,
+        fingerprint=lengths | {"tokenizer_sha256": fingerprint(one), "mixture": made_of},
+        notes=tuple(f"{path}: {note}" for path, dataset in datasets.items() for note in dataset.notes),
+    )
 
 
 def _open_text(config: DataConfig, by_file: bool) -> Dataset:

@@ -31,6 +31,7 @@ class RunLog:
         model, config, devices = training.experiment.model, training.experiment.train, training.trainer.strategy.devices
         self._config, self._start, self._tokens_per_step = config, start, config.batch_size * model.block_size
         self._callbacks = callbacks
+        self.val_losses: dict[str, float] = {}  # of the sources of a mixture, at the next validation to be logged
         self.lines = read_metrics(training.metrics)  # losses of this session are appended
         limits = PEAKS.get(device_kind())  # None: an unknown device, without MFU
         flops = train_flops_per_token(model, *training.trainer.parameters)
@@ -64,9 +65,11 @@ class RunLog:
         elif "skipped" in line:
             self._write(line)
         elif "val_loss" in line:
+            line = line | ({"val_losses": self.val_losses} if self.val_losses else {})
             self._write(line)
             self.lines.append(line)
-            values = self._update(step, val=f"val {line['val_loss']:.3f}")
+            each = ", ".join(f"{name} {loss:.3f}" for name, loss in self.val_losses.items())
+            values = self._update(step, val=f"val {line['val_loss']:.3f}" + (f" ({each})" if each else ""))
             if self._bar.disable:
                 left = (time.monotonic() - self._began) / max(1, step - self._start) * (steps - step)
                 self.say(f"step {step}/{steps} · {values} · {int(left) // 60}:{int(left) % 60:02d} left")

@@ -16,7 +16,8 @@ import numpy as np
 from jaxgpt.batch import Batch
 from jaxgpt.config import DataConfig, Experiment, differences
 from jaxgpt.data.dataset import resolve_vocab
-from jaxgpt.data.pipeline import PREFETCH, Dataset, training_batches, validation_batches
+from jaxgpt.data.mixture import parts_of
+from jaxgpt.data.pipeline import PREFETCH, Dataset, Split, training_batches, validation_batches
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import cache_directory, is_there
 from jaxgpt.lora import freeze, thawed_shapes
@@ -123,15 +124,25 @@ class Training:
                 float(metrics["loss"])  # waits, so that one step is in flight
                 yield step, state, metrics
 
-    def validation_windows(self) -> Iterator[Batch]:
-        """Yield the batches over which the validation loss is measured, sharded over the devices."""
+    def measure_val_loss(self, loss: Callable[[Iterator[Batch]], float]) -> tuple[float, dict[str, float]]:
+        """Return the validation loss, and that of each source of a mixture, by whose weights it is averaged.
+
+        loss: returns the mean loss over batches.
+        """
+        parts, most = parts_of(self.dataset.val), self.experiment.train.eval_tokens
+        each = None if most is None else max(most // len(parts), 1)
+        losses = {name: loss(self._validation_windows(split, each)) for name, (_, split) in parts.items()}
+        return sum(parts[name][0] * x for name, x in losses.items()), {} if "" in losses else losses
+
+    def _validation_windows(self, split: Split, max_tokens: int | None) -> Iterator[Batch]:
+        """Yield the batches over which the loss of a split is measured, sharded over the devices."""
         strategy = self.trainer.strategy
         size = strategy.data_parallel_size * self.trainer.split.micro_batch_size  # in one batch, over all devices
         windows = validation_batches(
-            self.dataset.val,
+            split,
             block_size=self.experiment.model.block_size,
             batch_size=size,
-            max_tokens=self.experiment.train.eval_tokens,
+            max_tokens=max_tokens,
             rows=strategy.local_rows(size),
         )
         yield from map(strategy.shard_batch, windows)
@@ -240,7 +251,7 @@ def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, rem
     try:
         dataset = data.open_dataset(metadata.model, known=metadata.data)
     except UserError:
-        if data.path is None or is_there(Path(data.path), "Name another text."):
+        if data.path is None or ":" in data.path or is_there(Path(data.path), "Name another text."):
             raise
         lost = f"{data.path}, which is not there, and its tokens are not in the cache {cache_directory() / 'tokens'}"
         raise UserError(f"{metadata.directory} was trained on {lost}: {remedy}") from None
@@ -251,6 +262,12 @@ def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, rem
 
 def describe_data_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Describe the differences between two fingerprints. Token files are compared by name, not by directory."""
+    sources, sources_now = before.get("mixture", ()), now.get("mixture", ())
+    if len(sources) != len(sources_now):
+        return [f"{len(sources) or 1} -> {len(sources_now) or 1} sources"]
+    if sources:
+        both = enumerate(zip(sources, sources_now, strict=True), 1)
+        return [f"source {n}: {change}" for n, (old, new) in both for change in describe_data_changes(old, new)]
     files, files_now = before.get("files"), now.get("files")
     if isinstance(files, dict) and isinstance(files_now, dict) and files != files_now:
         kinds = {"is missing": files.keys() - files_now, "is new": files_now.keys() - files}

@@ -248,7 +248,10 @@ def _model_card(run: Run, family: Family) -> str:
         train, lora = experiment.train, experiment.lora
         adapted = f", by adapters of rank {lora.rank} for {', '.join(lora.targets)}, merged in" if lora.rank else ""
         facts = [] if train.init_from is None else [f"- Starting from `{_hide_folders(train.init_from)}`{adapted}."]
-        text = Path(experiment.data.path).name if experiment.data.path else f"the corpus `{experiment.data.corpus}`"
+        path = experiment.data.path
+        text = (
+            ", ".join(Path(part).name for part in path.split(",")) if path else f"the corpus `{experiment.data.corpus}`"
+        )
         size = f", {data['train_tokens']:,} tokens of it" if isinstance(data.get("train_tokens"), int) else ""
         digest = f", whose SHA-256 is `{data['train_sha256']}`" if data.get("train_sha256") else ""
         seen = run.step * train.batch_size * experiment.model.block_size

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 import secrets
 from collections.abc import Callable
@@ -268,7 +269,8 @@ def audit(
     measured = [step for step in kept if checkpoints.val_loss(step) is not None][-1:]
     for step in measured:
         params = training.trainer.merged_params(training.restore_or_init(step))
-        val_loss = mean_loss(training.trainer.eval_step, params, training.validation_windows())[0]
+        loss = functools.partial(mean_loss, training.trainer.eval_step, params)
+        val_loss, _ = training.measure_val_loss(lambda windows, loss=loss: loss(windows)[0])
         compare(f"checkpoint {step}: val_loss", checkpoints.val_loss(step), val_loss)
         compare(f"step {step}: val_loss", val_losses.get(step), val_loss)
     found.compared_validations, found.verified_checkpoints = len(measured), len(kept)

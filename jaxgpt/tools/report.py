@@ -202,7 +202,8 @@ def _measure_memorization(run: Run, samples: int, tokens: int) -> dict[str, Any]
     except UserError as e:  # a run that was copied to another machine
         raise UserError(f"the training text could not be read: {e}") from None
     train, val, decode = dataset.train, dataset.val, run.tokenizer.decode
-    assert isinstance(train, Tokens) and isinstance(val, Tokens), "the data are a text"
+    if not isinstance(train, Tokens) or not isinstance(val, Tokens):
+        raise UserError("the run was trained on a mixture, not on a text.")
     corpus = SuffixArray(decode(train.read(0, min(len(train), MOST_TEXT))))
     prompt = run.experiment.train.sample_prompt
     try:

@@ -17,6 +17,7 @@ from jaxgpt.config.validate import check_count, check_whole
 from jaxgpt.data.conversations import Conversations, encode_all
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.data.dataset import encode_whole
+from jaxgpt.data.mixture import Mixture, parts_of
 from jaxgpt.data.pipeline import Tokens, validation_batches
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
@@ -49,7 +50,8 @@ def evaluate_run(
 
     Returns:
         loss (nats per token), perplexity, tokens, stride, bits_per_byte (UTF-8) and bits_per_character, the last two
-        None if only token ids are known. Conversations add left_out, the number that do not fit into the context and
+        None if only token ids are known. A mixture adds losses, those of its sources: its loss is their mean, by their
+        weights. Conversations add left_out, the number that do not fit into the context and
         are not scored, and shortened, the number that are cut after the last answer that fits.
 
     Raises:
@@ -80,18 +82,19 @@ def evaluate_run(
             raise UserError(f"{path} has {len(ids)} tokens, needed at least {needed}")
         split, characters, utf8 = Tokens([np.array(prefix, np.int32), ids]), len(text), len(text.encode())
     batch_size = run.experiment.train.batch_size if batch_size is None else check_count("batch_size", batch_size)
-    if not isinstance(split, Tokens) and stride != block_size:
+    if not isinstance(split, Tokens | Mixture) and stride != block_size:
         raise UserError(f"stride={stride} is for texts: conversations are never split into windows, so leave it out")
-    windows = validation_batches(
-        split, block_size=block_size, batch_size=batch_size, stride=stride, prefix_length=len(prefix)
-    )
     step = functools.partial(_eval_step, model=run.model, objective=run.experiment.objective)
-    loss, count = mean_loss(step, run.params, windows)
+    how = {"block_size": block_size, "batch_size": batch_size, "stride": stride, "prefix_length": len(prefix)}
+    parts = parts_of(split)
+    measured = {name: mean_loss(step, run.params, validation_batches(part, **how)) for name, (_, part) in parts.items()}
+    loss = sum(parts[name][0] * mean for name, (mean, _) in measured.items())
+    count = sum(number for _, number in measured.values())
     if not math.isfinite(loss):
         warnings.warn(f"the loss is {loss}: the model's logits are not finite", UserWarning, stacklevel=2)
     # The first token of a text is not scored, but its characters are counted: scale the mean to all tokens.
     bits = loss / math.log(2) * (len(split) - len(prefix))
-    found = {
+    found: dict[str, Any] = {
         "loss": loss,
         "perplexity": math.inf if loss > LARGEST_EXPONENT else math.exp(loss),
         "tokens": count,
@@ -99,6 +102,8 @@ def evaluate_run(
         "bits_per_byte": None if utf8 is None else bits / utf8,
         "bits_per_character": None if characters is None else bits / characters,
     }
+    if isinstance(split, Mixture):
+        found["losses"] = {name: mean for name, (mean, _) in measured.items()}
     if isinstance(split, Conversations):
         found |= {"left_out": split.left_out, "shortened": split.shortened}
     return found
@@ -112,6 +117,7 @@ def format_evaluation(found: dict[str, Any]) -> str:
             f"\nlonger than the context: {found['left_out']:,} conversations are left out, and "
             f"{found['shortened']:,} are cut after the last answer that fits"
         )
+    text += "".join(f"\n{name}: loss {loss:.4f}" for name, loss in found.get("losses", {}).items())
     units = {"byte": found["bits_per_byte"], "character": found["bits_per_character"]}
     bits = ", ".join(f"{value:.4f} bits per {unit}" for unit, value in units.items() if value is not None)
     return f"{text}\n{bits}" if bits else text

@@ -345,7 +345,7 @@ def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None
             return None, f"The training text could not be read ({e}): name a text with --data FILE."
         text = dataset.train
         if not isinstance(text, Tokens):
-            return None, "The run was trained on conversations: name a text with --data FILE."
+            return None, "The run was trained on conversations or a mixture: name a text with --data FILE."
     count = min(max(tokens // T, 1), len(text) // T)
     starts = np.linspace(0, len(text) - T, count).astype(np.int64)
     return np.stack([text.read(int(start), T) for start in starts]), ""

@@ -1,0 +1,254 @@
+"""Mixtures: row n is a function of n, in exact proportions, and each source is as it would be alone."""
+
+import dataclasses
+import itertools
+import json
+
+import chex
+import fsspec
+import numpy as np
+import pytest
+
+from jaxgpt.cli.options import _join_mixture
+from jaxgpt.config import DataConfig
+from jaxgpt.data.dataset import prepare
+from jaxgpt.data.mixture import Mixture, assign_rows, read_mixture
+from jaxgpt.data.pipeline import Tokens, training_batches, validation_batches
+from jaxgpt.errors import UserError
+from jaxgpt.fitting import fit
+from jaxgpt.runs.metrics import MetricsFile, read_metrics
+from jaxgpt.runs.training import describe_data_changes
+from jaxgpt.tools.evaluate.evaluate import evaluate_run, format_evaluation
+from jaxgpt.tools.replay import audit
+from tests.helpers import tiny_experiment
+
+WEIGHTS = {"a": 0.55, "b": 0.3, "c": 0.15}
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    """Tokens of which source each is, and that count up: 1000, 2000 and 3000 numbers."""
+    tokens = {"a": np.arange(100), "b": np.arange(1000, 1400), "c": np.arange(2000, 2050)}
+    return Mixture({name: (weight, Tokens([tokens[name]])) for name, weight in WEIGHTS.items()})
+
+
+def take(data, n, **kwargs):
+    batches = training_batches(data, **dict(block_size=8, batch_size=4, seed=3) | kwargs)
+    found = [batch.inputs_BT for batch in itertools.islice(batches, n)]
+    batches.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "weights", [[0.7, 0.3], [1.0], [0.9999, 0.0001], [1 / 3] * 3, [0.5, 0.3, 0.1, 0.07, 0.03], [0.0137] * 72 + [0.0136]]
+)
+def test_the_proportions_are_exact_to_rounding_over_any_stretch(weights):
+    order, counts = assign_rows(weights)
+    parts = np.array([part for part, _ in order])
+    given = np.cumsum(parts[:, None] == np.arange(len(weights)), axis=0)
+    share = np.arange(1, len(parts) + 1)[:, None] * np.array(counts) / len(parts)
+    assert np.abs(given - share).max() < 1  # so that of a stretch between two rows it is less than 2
+    np.testing.assert_allclose(np.array(counts) / len(parts), weights, atol=1e-4 * len(weights))
+    assert all(earlier == given[n, part] - 1 for n, (part, earlier) in enumerate(order))
+
+
+def test_the_rows_of_a_source_are_those_of_training_on_it_alone(mixed):
+    """Thus without replacement in each of its epochs, whatever the others do."""
+    rows = np.concatenate(take(mixed, 100))
+    for number, (name, (weight, split)) in enumerate(mixed.parts.items()):
+        own = rows[rows[:, 0] // 1000 == number]
+        assert len(own) == pytest.approx(400 * weight, abs=1), name
+        np.testing.assert_array_equal(own, np.concatenate(take(split, 100))[: len(own)])
+    first = rows[rows[:, 0] < 1000][:11]  # an epoch of a: 100 tokens are 11 windows
+    assert len(np.unique(first)) == 11 * 8
+
+
+def test_a_batch_is_the_same_from_any_start_and_on_any_number_of_hosts(mixed):
+    whole = take(mixed, 60)
+    np.testing.assert_array_equal(take(mixed, 3, start_step=57), whole[57:])
+    hosts = [take(mixed, 60, rows=rows) for rows in ([0, 1], [2, 3])]
+    np.testing.assert_array_equal(np.concatenate(hosts, axis=1), whole)
+
+
+def test_validation_reads_each_source_once(mixed):
+    batches = list(validation_batches(mixed, block_size=8, batch_size=5))
+    targets = np.concatenate([batch.targets_BT[batch.mask_BT] for batch in batches])
+    np.testing.assert_array_equal(targets, [*range(1, 100), *range(1001, 1400), *range(2001, 2050)])
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("texts")
+    (directory / "a.txt").write_text("In a village of La Mancha there lived a gentleman.\n" * 20)
+    (directory / "b.txt").write_text("EN UN LUGAR DE LA MANCHA, de cuyo nombre no quiero acordarme.\n" * 30)
+    return directory
+
+
+def of_texts(directory):
+    return f"{directory}/a.txt:0.7,{directory}/b.txt:0.3"
+
+
+def experiment_of(path, **train):
+    e = tiny_experiment(path, **train)
+    return dataclasses.replace(e, model=dataclasses.replace(e.model, n_layer=1, dropout=0.2))
+
+
+@pytest.fixture(scope="module")
+def run(texts, tmp_path_factory):
+    return fit(experiment_of(of_texts(texts)), tmp_path_factory.mktemp("runs") / "mixed", progress=False)
+
+
+def lines(directory):
+    return [
+        {k: v for k, v in x.items() if k in ("step", "loss", "val_loss", "val_losses")}
+        for x in read_metrics(directory / "metrics.jsonl")
+    ]
+
+
+def test_a_mixture_resumes_bit_for_bit(run, texts, tmp_path, monkeypatch):
+    write, e = MetricsFile.write, experiment_of(of_texts(texts))
+
+    def killed(self, **values):
+        if values["step"] >= 5:
+            raise KeyboardInterrupt
+        write(self, **values)
+
+    monkeypatch.setattr(MetricsFile, "write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        fit(e, tmp_path / "r", progress=False)
+    monkeypatch.undo()
+    resumed = fit(e, tmp_path / "r", progress=False)
+    assert lines(tmp_path / "r") == lines(run.directory)
+    chex.assert_trees_all_equal(resumed.params, run.params)
+    with pytest.raises(UserError, match=r"other data: source 1: weight 0\.7 -> 0\.6, source 2: weight 0\.3 -> 0\.4"):
+        fit(experiment_of(of_texts(texts).replace("0.7", "0.6").replace("0.3", "0.4")), tmp_path / "r")
+
+
+def test_losses_of_sources_are_those_of_each_alone_and_their_mean_is_the_loss(run, texts):
+    last = [line for line in lines(run.directory) if "val_loss" in line][-1]
+    (a, b), found = last["val_losses"].values(), evaluate_run(run)
+    assert last["val_loss"] == 0.7 * a + 0.3 * b == pytest.approx(found["loss"], rel=1e-5)
+    assert list(found["losses"]) == [f"{texts}/a.txt", f"{texts}/b.txt"] == list(last["val_losses"])
+    assert f"\n{texts}/b.txt: loss {b:.4f}" in format_evaluation(found)
+    for name, expected in last["val_losses"].items():
+        part = prepare(DataConfig(path=name, tokenizer=str(run.directory / "tokenizer.json")), block_size=8)
+        alone = dataclasses.replace(run.metadata.given.data, path=name)
+        held_out = run.tokenizer.decode(part.val.read(0, len(part.val)))
+        (path := run.directory.parent / "held_out.txt").write_text(held_out)
+        assert evaluate_run(run, path=str(path))["loss"] == pytest.approx(expected, rel=1e-5), alone
+    assert audit(run.directory, steps=3).findings == []
+
+
+def test_one_tokenizer_has_the_characters_of_all_texts_and_others_must_agree(texts, tmp_path):
+    mixture = prepare(DataConfig(path=of_texts(texts)), block_size=8)
+    assert set(mixture.tokenizer.characters) == {*(texts / "a.txt").read_text(), *(texts / "b.txt").read_text()}
+    assert prepare(DataConfig(path=f"{texts}/a.txt:1"), block_size=8).fingerprint["train_tokens"] == 918
+    np.arange(500, dtype=np.uint16).tofile(tmp_path / "x.bin")
+    path = f"{tmp_path}/x.bin:0.5,{texts}/a.txt:0.5"
+    with pytest.raises(UserError, match=r"x\.bin holds token ids, so tokenizer=char cannot be used"):
+        prepare(DataConfig(path=path), block_size=8)
+    import pickle
+
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"stoi": {chr(n): n for n in range(600)}}))
+    with pytest.raises(UserError, match=r"x\.bin and .*a\.txt have different tokenizers, of 600 and 2\d tokens"):
+        prepare(DataConfig(path=path), block_size=8)
+
+
+def test_a_mixture_is_spelled_in_words_in_a_string_and_in_a_file(tmp_path):
+    argv = ["--data.path", "a:0.7", "gs://b/c:0.3", "--train.seed", "1"]
+    assert _join_mixture(argv) == ["--data.path", "a:0.7,gs://b/c:0.3", "--train.seed", "1"]
+    assert read_mixture("a:0.7,gs://b/c:0.3") == {"a": 0.7, "gs://b/c": 0.3}
+    file = tmp_path / "my-mixture.json"
+    file.write_text(json.dumps({"a": 0.7, "gs://b/c": 0.3}))
+    assert read_mixture(str(file)) == {f"{tmp_path}/a": 0.7, "gs://b/c": 0.3}
+    (tmp_path / "a:1,b").write_text("a file may have any name")
+    for path in (None, "mancha.txt", "gs://bucket/tokens", "a,b", str(tmp_path / "a:1,b")):
+        assert read_mixture(path) == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("a:7,b:3", r"sum to 10, needed 1: such as a:0\.7, b:0\.3"),
+        ("a:0.7,b:0.2", "sum to 0.9, needed 1"),
+        ("a:1.5,b:-0.5", "the weight of b=-0.5: needs more than 0"),
+        ("a:0,b:1", "the weight of a=0.0: needs more than 0"),
+        ("a:0.7,b", "'b' has no weight"),
+        ("a:0.5,a:0.5", "names a source twice"),
+        ("a:0.99999,b:0.00001", "the weight of b is 1e-05: needs at least 0.0001"),
+        ("a.jsonl:0.5,b:0.5", "a.jsonl cannot be in a mixture"),
+        ("empty.txt:0.5,b.txt:0.5", "empty.txt is empty"),
+        ("nowhere.txt:0.5,b.txt:0.5", "no file or folder at nowhere.txt"),
+        ("nowhere/mixture.json", "cannot read nowhere/mixture.json"),
+        ("list-mixture.json", "needs an object of sources and weights"),
+        ("word-mixture.json", "the weight of a='much': needs a number"),
+    ],
+)
+def test_what_cannot_be_mixed_is_told_in_one_line(texts, monkeypatch, path, said):
+    monkeypatch.chdir(texts)
+    (texts / "empty.txt").write_text("")
+    (texts / "list-mixture.json").write_text("[1]")
+    (texts / "word-mixture.json").write_text('{"a": "much"}')
+    with pytest.raises(UserError, match=rf"^[^\n]*{said}[^\n]*\Z"):
+        prepare(DataConfig(path=path, tokenizer="byte"), block_size=8)
+    with pytest.raises(UserError, match="tokenizer bpe is trained on one text"):
+        prepare(DataConfig(path="a.txt:0.5,b.txt:0.5", tokenizer="bpe"), block_size=8)
+
+
+@pytest.fixture
+def bucket(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "cache"))
+    fs = fsspec.filesystem("memory")
+    for name, first in (("x_train_000000", 0), ("x_train_000001", 100), ("x_val_000000", 200)):
+        fs.pipe(f"/tokens/{name}.bin", np.arange(first, first + 100, dtype=np.uint16).tobytes())
+    yield fs
+    fs.store.clear()
+
+
+def test_shards_of_a_bucket_are_downloaded_once_and_again_where_they_change(bucket, tmp_path, monkeypatch):
+    config, opened = DataConfig(path="memory://tokens", tokenizer="ids"), []
+    plain = type(bucket).open
+    monkeypatch.setattr(type(bucket), "open", lambda fs, path, *a, **k: opened.append(path) or plain(fs, path, *a, **k))
+
+    def train():
+        dataset = prepare(config, block_size=8, vocab_size=1000)
+        assert isinstance(dataset.train._shards[0], np.memmap)
+        return dataset.train.read(0, len(dataset.train)).tolist(), dataset.fingerprint
+
+    first, found = train()
+    assert first == list(range(200)) and len(opened) == 3 and train() == (first, found) and len(opened) == 3
+    (tmp_path / "local").mkdir()
+    for name in found["files"]:
+        bucket.get_file(f"/tokens/{name}", str(tmp_path / "local" / name))
+    local = prepare(dataclasses.replace(config, path=str(tmp_path / "local")), block_size=8, vocab_size=1000)
+    assert describe_data_changes(found, local.fingerprint) == []  # a run goes on from either
+    bucket.pipe("/tokens/x_train_000001.bin", np.arange(300, 400, dtype=np.uint16).tobytes())
+    opened.clear()
+    assert train()[0] == [*range(100), *range(300, 400)] and len(opened) == 1  # what has not changed is kept
+    bucket.rm("/tokens/x_train_000001.bin")
+    assert train()[0] == [*range(100)]
+    mixed = dataclasses.replace(config, path="memory://tokens/x_train_000000.bin:0.5,memory://tokens:0.5")
+    assert len(prepare(mixed, block_size=8, vocab_size=1000).train) == 90 + 100
+
+
+def test_a_bucket_that_cannot_be_read_is_one_line_and_leaves_nothing(bucket, tmp_path, monkeypatch):
+    def refused(said, path="memory://tokens"):
+        with pytest.raises(UserError, match=rf"^[^\n]*{said}[^\n]*\Z"):
+            prepare(DataConfig(path=path, tokenizer="ids"), block_size=8, vocab_size=1000)
+        assert not [p for p in (tmp_path / "cache").rglob("*.*") if p.suffix != ".lock"]
+
+    refused("cannot read memory://nowhere: /nowhere. Check the address", "memory://nowhere")
+    refused("cannot read what://bucket: Protocol not known: what", "what://bucket")
+    bucket.mkdir("/tokens/empty")
+    refused("has no .bin or .txt files", "memory://tokens/empty")
+    info = type(bucket).info
+    monkeypatch.setattr(type(bucket), "info", lambda fs, path, **kwargs: info(fs, path, **kwargs) | {"size": 300})
+    refused("x_train_000000.bin ended after 200 of 300 bytes")
+
+    def denied(*_, **__):
+        raise PermissionError("Anonymous caller does not have storage.objects.list access\nto the bucket")
+
+    monkeypatch.setattr(type(bucket), "info", denied)
+    refused("Anonymous caller does not have storage.objects.list access. Check the address and your credentials")
+    monkeypatch.setattr(fsspec, "url_to_fs", lambda url: (_ for _ in ()).throw(ImportError("Please install gcsfs")))
+    refused(r"python -m pip install 'jaxgpt\[remote\]' \(Please install gcsfs\)", "gs://bucket/tokens")
