@@ -102,7 +102,7 @@ def read_mixture(path: str | None) -> dict[str, float]:
         pairs = [(match[1], float(match[2])) for part in path.split(",") if (match := found[part])]
     weights = {name: check_value(f"the weight of {name}", weight, PositiveFloat) for name, weight in pairs}
     total = math.fsum(weights.values())
-    repaired = ", ".join(f"{name}:{weight / total:.4g}" for name, weight in weights.items())
+    repaired = ",".join(f"{name}:{weight / total:.4g}" for name, weight in weights.items())
     if len(weights) < len(pairs):
         raise UserError(f"data.path={path} names a source twice: add up its weights")
     if abs(total - 1) > 1.001e-3:

@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import json
+import pickle
+import re
 
 import chex
 import fsspec
@@ -105,6 +107,13 @@ def lines(directory):
     ]
 
 
+def test_the_log_shows_the_loss_of_each_source(run, texts, tmp_path, capsys):
+    fit(experiment_of(of_texts(texts), steps=3), tmp_path / "r")
+    said = capsys.readouterr().err
+    assert re.search(r"step 3/3 · .*val \d\.\d{3} \(a\.txt \d\.\d{3}, b\.txt \d\.\d{3}\)", said)
+    assert f"{texts}/a.txt: 70% of the sequences, 0.0732 epochs of its 918 training tokens" in said
+
+
 def test_a_mixture_resumes_bit_for_bit(run, texts, tmp_path, monkeypatch):
     write, e = MetricsFile.write, experiment_of(of_texts(texts))
 
@@ -142,13 +151,13 @@ def test_losses_of_sources_are_those_of_each_alone_and_their_mean_is_the_loss(ru
 def test_one_tokenizer_has_the_characters_of_all_texts_and_others_must_agree(texts, tmp_path):
     mixture = prepare(DataConfig(path=of_texts(texts)), block_size=8)
     assert set(mixture.tokenizer.characters) == {*(texts / "a.txt").read_text(), *(texts / "b.txt").read_text()}
+    gone = prepare(DataConfig(path="gone/a.txt:0.7,gone/b.txt:0.3"), block_size=8, known=mixture.fingerprint)
+    assert gone.fingerprint == mixture.fingerprint  # from the cache of tokens
     assert prepare(DataConfig(path=f"{texts}/a.txt:1"), block_size=8).fingerprint["train_tokens"] == 918
     np.arange(500, dtype=np.uint16).tofile(tmp_path / "x.bin")
     path = f"{tmp_path}/x.bin:0.5,{texts}/a.txt:0.5"
     with pytest.raises(UserError, match=r"x\.bin holds token ids, so tokenizer=char cannot be used"):
         prepare(DataConfig(path=path), block_size=8)
-    import pickle
-
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"stoi": {chr(n): n for n in range(600)}}))
     with pytest.raises(UserError, match=r"x\.bin and .*a\.txt have different tokenizers, of 600 and 2\d tokens"):
         prepare(DataConfig(path=path), block_size=8)
@@ -169,7 +178,7 @@ def test_a_mixture_is_spelled_in_words_in_a_string_and_in_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("a:7,b:3", r"sum to 10, needed 1: such as a:0\.7, b:0\.3"),
+        ("a:7,b:3", r"sum to 10, needed 1: such as a:0\.7,b:0\.3\Z"),
         ("a:0.7,b:0.2", "sum to 0.9, needed 1"),
         ("a:1.5,b:-0.5", "the weight of b=-0.5: needs more than 0"),
         ("a:0,b:1", "the weight of a=0.0: needs more than 0"),
