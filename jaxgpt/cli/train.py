@@ -97,7 +97,7 @@ def label_own_text(experiment: Experiment, run_dir: str | None) -> Experiment:
     from jaxgpt.data.corpus import find_user_files  # imports numpy, which help does without
 
     prompt, preset = experiment.train.sample_prompt, EXPERIMENTS[name]()
-    if prompt == preset.train.sample_prompt and not experiment.data.is_packed and not path.endswith((".bin", "mixture.json")):
+    if prompt == preset.train.sample_prompt and not experiment.data.is_packed and not path.endswith((".bin", ".json")):
         prompt = ""
         with contextlib.suppress(UserError):  # training reports it
             file = find_user_files(path)[-1]
