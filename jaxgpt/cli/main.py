@@ -36,6 +36,7 @@ class Command(NamedTuple):
 
 # First lines of the help of tools that are imported when they are called.
 TOOLS = {
+    "prepare": "Turn text into token shards for training.",
     "runs": "List all runs below a directory.",
     "report": "Summarise a run as an HTML page and JSON.",
     "sweep": "Search for the best learning rate, or other values.",
@@ -45,6 +46,9 @@ TOOLS = {
 # In the order in which a newcomer needs them.
 COMMANDS = {
     "train": Command(train, "[EXPERIMENT]", "jaxgpt train --data.path mytext.txt --run-dir runs/mine"),
+    "prepare": Command(
+        "prepare.prepare", "SOURCE...", "jaxgpt prepare data/*.parquet --out tokens --tokenizer bpe:32768"
+    ),
     "sample": Command(sample, "[RUN]", 'jaxgpt sample --prompt "The "'),
     "serve": Command(serve, "[RUN]", "jaxgpt serve runs/mine --port 8000"),
     "evaluate": Command(commands.evaluate, "[RUN]", "jaxgpt evaluate runs/mine --data other.txt"),
@@ -111,7 +115,7 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
             is_chat = name == "train" and any(word.endswith(".jsonl") for word in arguments)
             defaults["experiment"] = quickstart(chat=is_chat) if metadata is None else metadata.given
     if isinstance(run, str):
-        if name != "runs":  # which imports no jax
+        if name not in ("runs", "prepare"):  # which start no jax
             configure_jax()
         module, _, function = run.partition(".")
         run = getattr(importlib.import_module(f"jaxgpt.tools.{module}"), function)

@@ -66,7 +66,7 @@ def parse(
         hint, default = p.annotation, defaults.get(p.name, p.default)
         if Path in get_args(hint):
             hint, default = str | None, None  # from Python, a Path will do
-        if hint == tuple[str, ...]:
+        if hint == tuple[str, ...] and p.kind is inspect.Parameter.KEYWORD_ONLY:
             hint = UseAppendAction[hint]
         elif hint is Experiment:
             hint = Annotated[hint, arg(name="")]

@@ -16,9 +16,9 @@ import numpy as np
 
 from jaxgpt.config import DataConfig
 from jaxgpt.data.pipeline import Dataset, Tokens
-from jaxgpt.data.tokenizer import CharTokenizer, IdTokenizer, fingerprint, open_tokenizer
+from jaxgpt.data.tokenizer import CharTokenizer, IdTokenizer, fingerprint, load_tokenizer, open_tokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.files import is_there, open_file, read_bytes
+from jaxgpt.files import is_there, open_file, read_bytes, read_json
 
 # llm.c's shards start with 256 int32: magic, version, number of tokens. The magic gives the width of a token.
 LLMC_HEADER_BYTES = 1024
@@ -63,10 +63,11 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
     """Return the dataset of nanoGPT's train.bin and val.bin (bare uint16), or of llm.c's shards with a header.
 
     Files with the word val, valid or validation in their names are held out. Without any, the last `val_fraction` of
-    the tokens is. nanoGPT's meta.pkl beside them is the tokenizer "char". Texts beside them are not read.
+    the tokens is. Beside them, nanoGPT's meta.pkl or a tokenizer.json is the tokenizer. Texts beside them are not read.
     """
     root, notes = Path(config.path or ""), []
     meta = (root if root.is_dir() else root.parent) / "meta.pkl"
+    beside, index = meta.with_name("tokenizer.json"), read_index(root) if root.is_dir() else []
     text = next((p for p in sorted(root.rglob("*.txt")) if p.is_file()), None) if root.is_dir() else None
     if config.tokenizer == "ids":
         if vocab_size is None:
@@ -75,6 +76,9 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
     elif config.tokenizer == "char" and is_there(meta, "Move it elsewhere."):
         tokenizer = read_vocabulary(meta)
         notes.append(f"the tokens are the {tokenizer.vocab_size} characters of {meta}")
+    elif config.tokenizer == "char" and is_there(beside, "Move it elsewhere."):
+        tokenizer = load_tokenizer(beside)
+        notes.append(f"the tokenizer is {beside}")
     elif (tokenizer := open_tokenizer(config.tokenizer, "a text needs")) is None:
         instead = "" if text is None else f", or --data.path {text}"
         raise UserError(
@@ -89,6 +93,10 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
     shards = {f: open_shard(f) for f in files}
     limit = max(tokenizer.vocab_size, vocab_size or 0)
     scanned = {f.name: scan(f, tokens, limit) for f, tokens in shards.items()}
+    for name, made in index:
+        if scanned.get(name) != made:
+            wrong = "is not as it was made" if name in scanned else "is missing"
+            raise UserError(f"{root / name} {wrong} (index.json has its tokens and SHA-256): fetch or prepare it again")
     val = [shards[f] for f in held_out]
     train = [tokens for f, tokens in shards.items() if f not in held_out]
     if held_out:
@@ -110,6 +118,20 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
         fingerprint=lengths | {"files": scanned, "tokenizer_sha256": fingerprint(tokenizer)},
         notes=tuple(notes),
     )
+
+
+def read_index(root: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return (name, what `scan` said of it) of each shard that `jaxgpt prepare` wrote, [] if it wrote none.
+
+    Raises `UserError` if it did not come to the end.
+    """
+    path = root / "index.json"
+    held = read_json(path, 2**26) if is_there(path, "Move it elsewhere.") else None
+    if not isinstance(held, dict) or held.get("jaxgpt") != "prepare":
+        return []
+    if held["at"] is not None:
+        raise UserError(f"{root} is not complete: jaxgpt prepare was interrupted, and the same command goes on")
+    return [(s["file"], {"tokens": s["tokens"], "sha256": s["sha256"]}) for s in held["shards"]]
 
 
 def read_vocabulary(path: Path) -> CharTokenizer:

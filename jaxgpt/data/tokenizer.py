@@ -14,7 +14,7 @@ import json
 import re
 import threading
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,6 +60,10 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a whole text, int32; none encodes a stream. Special tokens written out are text."""
         ...
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of each text."""
+        return [self.encode(text) for text in texts]
 
     def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids, [start, end) of each in characters, int64 of shape [len(ids), 2]).
@@ -189,27 +193,40 @@ class BPETokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text. A long one is encoded word by word, each distinct word once."""
-        # The library creates objects for each occurrence of a word, and takes twice the time on two cores.
         if len(text) < LONG_TEXT or not self._is_splittable:
             return np.array(self._encode_whole(text).ids, dtype=np.int32)
-        _encode_utf8(text)
+        return self.encode_many([text])[0]
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of each text, word by word if that is known to give the same."""
+        what = "the tokenizer cannot read the text"
+        encode = functools.partial(
+            _call_library, self._tokenizer.encode_batch_fast, add_special_tokens=False, what=what
+        )
+        for text in texts:
+            _encode_utf8(text)
+        if not self._is_splittable:
+            return [np.array(e.ids, dtype=np.int32) for e in encode(list(texts))]
+        # The library creates objects for each occurrence of a word, and takes twice the time on two cores.
         with self._lock:
             if (known := len(self._index)) > MOST_WORDS:
                 known = self._forget_words()
-            order = np.fromiter(map(self._index.__getitem__, split_words(text)), np.int64)
+            words = [split_words(text) for text in texts]
+            order = np.fromiter(map(self._index.__getitem__, itertools.chain.from_iterable(words)), np.int64)
             try:
                 if new := list(itertools.islice(self._index, known, None)):
-                    encode, what = self._tokenizer.encode_batch_fast, "the tokenizer cannot read the text"
-                    found = [e.ids for e in _call_library(encode, new, add_special_tokens=False, what=what)]
+                    found = [e.ids for e in encode(new)]
                     self._ids = np.append(self._ids, np.fromiter(itertools.chain.from_iterable(found), np.int32))
                     self._lengths = np.append(self._lengths, np.fromiter(map(len, found), np.int64))
             except BaseException:
                 self._forget_words()  # some have no ids
                 raise
             starts, lengths = np.cumsum(self._lengths) - self._lengths, self._lengths[order]
+            ends = np.append(0, np.cumsum(lengths))
             # Offset from the ids of a word in the result to those in self._ids.
-            shift = starts[order] - (np.cumsum(lengths) - lengths)
-            return self._ids[np.arange(lengths.sum()) + np.repeat(shift, lengths)]
+            shift = starts[order] - ends[:-1]
+            ids = self._ids[np.arange(ends[-1]) + np.repeat(shift, lengths)]
+            return np.split(ids, ends[np.cumsum([len(w) for w in words])[:-1]])
 
     def _forget_words(self) -> int:
         # The index of each known word of long texts: a new word gets the next.

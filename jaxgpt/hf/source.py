@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,10 @@ class Source:
     tensors: dict[str, Tensor]
 
 
-def find_directory(name: str) -> Path:
+def find_directory(name: str, wanted: Sequence[str] = WANTED) -> Path:
     """Return the directory of a model, downloaded from the Hub if needed. Raises `UserError` if it is not available.
 
-    name: a directory, or an id on the Hub, for which the directory is that of huggingface_hub's cache.
+    name: a directory, or an id on the Hub, for which the directory is that of huggingface_hub's cache. wanted: files.
     """
     path = Path(name)
     if is_there(path, "Give a directory with config.json, tokenizer.json and .safetensors files."):
@@ -74,7 +74,7 @@ def find_directory(name: str) -> Path:
     except ImportError:
         raise UserError(f"no directory at {path}. To download a model: python -m pip install 'jaxgpt[hf]'") from None
     try:
-        return Path(snapshot_download(name, allow_patterns=WANTED, ignore_patterns="*/*"))
+        return Path(snapshot_download(name, allow_patterns=list(wanted), ignore_patterns="*/*"))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
         raise UserError(
             f"no directory at {path}, and {name} could not be downloaded: {first_line(e)[:200]}. Download it where "

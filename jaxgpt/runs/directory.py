@@ -71,7 +71,9 @@ def find_run(run: str | Path | None) -> Path:
     return max(runs, key=lambda r: (r / "experiment.json").stat().st_mtime)
 
 
-def lock_run(directory: Path, fresh: bool) -> filelock.BaseFileLock:
+def lock_run(
+    directory: Path, fresh: bool, *, doing: str = "trained", option: str = "--run-dir"
+) -> filelock.BaseFileLock:
     """Create a directory if needed, and lock it until the lock is released or this process ends, even by SIGKILL.
 
     fresh: move an existing directory aside. Raises `UserError` if another process trains there.
@@ -91,10 +93,10 @@ def lock_run(directory: Path, fresh: bool) -> filelock.BaseFileLock:
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
     except filelock.Timeout:
         who = path.read_text(encoding="utf-8", errors="replace").strip() or "unknown"
-        remedy = "wait for it, stop it, or name another --run-dir"
-        raise UserError(f"{directory} is being trained by another process ({who}): {remedy}") from None
+        remedy = f"wait for it, stop it, or name another {option}"
+        raise UserError(f"{directory} is being {doing} by another process ({who}): {remedy}") from None
     except OSError as e:
-        raise UserError(f"cannot write in {directory}: {e.strerror}. Name another directory with --run-dir.") from None
+        raise UserError(f"cannot write in {directory}: {e.strerror}. Name another directory with {option}.") from None
     return lock
 
 

@@ -1,0 +1,522 @@
+"""Turn text into token shards that `jaxgpt train --data.path` reads: the same bytes with any number of workers.
+
+One process reads documents in order and cuts them into pieces of bounded size. Workers encode batches of them, and the
+first process appends the tokens in order. `index.json` says what is written, up to which piece of which document: after
+a kill, what it does not list is written again.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import dataclasses
+import functools
+import glob
+import gzip
+import hashlib
+import io
+import itertools
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+
+from jaxgpt.config.validate import Count, Fraction, Interval
+from jaxgpt.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, fingerprint, load_tokenizer, train_bpe
+from jaxgpt.errors import UserError, first_line, reason_of, shell_line
+from jaxgpt.files import is_there, open_file, parse_json, read_json, render_json, write_whole
+
+SPLITS = ("train", "val")
+KIND = re.compile(r"(?s).*\.(?:(txt|jsonl)(?:\.(gz|zst))?|parquet)")
+TAKES = "a source is .txt or .jsonl, also .gz or .zst, .parquet, a folder or glob of them, or OWNER/NAME[:CONFIG] on the Hub"
+OURS = re.compile(r"(train|val)_\d{6,}\.bin(\.part)?|(index|tokenizer)\.json(\.[0-9a-f]{8})?|\.lock")
+PIECE = 2**20  # characters, or bytes of a batch, that are encoded at once: a longer document is cut
+LONGEST_LINE = 2**26  # bytes of a line of .jsonl
+SAMPLE = 2**26  # characters that a tokenizer is trained on, the same share of each source
+SAVE_EVERY, SAY_EVERY = 20.0, 10.0  # seconds between records of the progress, and between lines about it
+START = [0, 0, 0]  # a position: source, row in it, piece of the row
+# Up to the last place where every pattern that `split_words` knows ends a word: a cut there changes no token.
+WORDS = re.compile(r"(?s).*\S(?:(?= )|\n(?=\S))")
+Row = tuple[
+    int, Iterable[str], Callable[[], int]
+]  # its number, parts of its text, and what tells the bytes read so far
+
+
+class Piece(NamedTuple):
+    """A document or a part of one."""
+
+    split: str
+    text: str
+    size: int  # in bytes
+    is_last: bool  # of its document
+    following: list[int]  # position after it
+    read: int  # bytes of the source read so far
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """Complete shards: their folder and index."""
+
+    place: Path
+    index: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the index."""
+        return self.index
+
+    def __str__(self) -> str:
+        """Return a summary."""
+        said = []
+        for split, name in zip(SPLITS, ("training", "validation"), strict=True):
+            shards = [shard for shard in self.index["shards"] if shard["file"].startswith(split)]
+            tokens, documents = (sum(shard[key] for shard in shards) for key in ("tokens", "documents"))
+            said.append(f"{tokens:,} {name} tokens in {len(shards):,} shards, {documents:,} documents")
+        return f"{self.place}: {'; '.join(said)}\nnext: {shell_line('jaxgpt', 'train', '--data.path', self.place)}"
+
+
+def prepare(
+    sources: tuple[str, ...],
+    *,
+    out: str,
+    tokenizer: str = "gpt2",
+    column: str = "text",
+    val_fraction: Fraction = 0.0005,
+    shard_tokens: Annotated[int, Interval(ge=1000, le=2**31 - 1)] = 100_000_000,
+    workers: Count | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Prepared:
+    """Turn text into token shards for training.
+
+    A .txt file is a document, and so is each line of .jsonl and each row. Interrupted, the same command goes on.
+
+    Args:
+        sources: .txt and .jsonl files, also .gz and .zst, .parquet, folders and globs of them, OWNER/NAME[:CONFIG] on
+            the Hub, or hf:FOLDER, a copy of such a dataset
+        out: the folder to write
+        tokenizer: gpt2, or another id on the Hub; a tokenizer.json; byte; or bpe:32768, trained on a sample
+        column: the text in .jsonl, .parquet and datasets
+        val_fraction: share of the documents to hold out, chosen by the hash of their text
+        shard_tokens: tokens per shard; the last has fewer
+        workers: processes that encode, which change no byte; None: one per core
+        say: receives lines about the progress
+    """
+    from jaxgpt.runs.directory import lock_run
+
+    names, place, again = find_sources(sources), Path(out), "the same command goes on from where it was"
+    learned = re.fullmatch(r"bpe:(\d{3,7})", tokenizer)
+    chosen = None if learned else find_tokenizer(tokenizer)
+    given = {"sources": list(names), "tokenizer": tokenizer if chosen is None else fingerprint(chosen)}
+    given |= {"column": column, "val_fraction": val_fraction, "shard_tokens": shard_tokens}
+    if place.is_dir():
+        read_index(place, given, names)  # before a lock is put into a folder that is another's
+    lock, index = lock_run(place, fresh=False, doing="prepared", option="--out"), {"at": None}
+    try:
+        index = read_index(place, given, names)
+        if index["at"] is None:
+            say(f"{place} is complete already")
+            return Prepared(place, index)
+        if learned and index["at"] == START:
+            say(f"learning {tokenizer} from a sample of the text")
+            chosen = train_bpe(sample_texts(list(names), column, val_fraction), int(learned[1]))
+        write_shards(place, index, chosen or load_tokenizer(place / "tokenizer.json"), workers or count_cores(), say)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted: {again}") from None
+    except BrokenProcessPool:
+        raise UserError(f"a worker was ended, for lack of memory? Give fewer --workers: {again}") from None
+    except OSError as e:  # what cannot be read is a `UserError` already
+        raise UserError(f"cannot write into {place}: {reason_of(e)}. Make room: {again}") from None
+    finally:
+        if index["at"] == START:  # nothing to go on from
+            delete(place, keep=())
+        lock.release()
+    return Prepared(place, index)
+
+
+def read_index(place: Path, given: dict[str, Any], names: dict[str, int]) -> dict[str, Any]:
+    """Return the index to go on from. Raises `UserError` if the folder holds something else, or other arguments."""
+    held, path = None, place / "index.json"
+    if path.exists():
+        held = read_json(path, 2**26)
+    if not isinstance(held, dict) or held.get("jaxgpt") != "prepare":
+        others = sorted(p.name for p in place.iterdir() if not re.fullmatch(r"\.lock|index\.json\.\w{8}", p.name))
+        if others:
+            raise UserError(f"{place} holds something else, such as {others[0]}: name another --out")
+    elif held["at"] != START:
+        then, done = held["arguments"], len(names) if held["at"] is None else held["at"][0]
+        differing = [f"{key} ({then[key]!s:.60}, now {given[key]!s:.60})" for key in given if then[key] != given[key]]
+        if not differing:  # a file that is not read to its end may have been repaired
+            differing = [f"size of {name}" for name in [*names][:done] if held["bytes"][name] != names[name]]
+        if differing:
+            raise UserError(f"{place} was begun with another {', '.join(differing)}: name another --out, or delete it")
+        return held | {"bytes": names}
+    return {"jaxgpt": "prepare", "arguments": given, "bytes": names, "at": START, "open": {}, "shards": []}
+
+
+def write_shards(
+    place: Path, index: dict[str, Any], tokenizer: Tokenizer, workers: int, say: Callable[[str], None]
+) -> None:
+    """Encode from the index's position to the end of the sources."""
+    given, names, path = index["arguments"], index["bytes"], place / "index.json"
+    known = {"sha256": fingerprint(tokenizer), "vocab_size": tokenizer.vocab_size, "end_of_text": find_end(tokenizer)}
+    if index.setdefault("tokenizer", known) != known:
+        raise UserError(f"{place / 'tokenizer.json'} was changed: name another --out, or delete {place}")
+    kept = [shard["file"] for shard in index["shards"]]
+    for split, (number, _, _) in index["open"].items():
+        kept += [f"{split}_{number:06d}.bin", f"{split}_{number:06d}.bin.part"]
+    if index["at"] == START:
+        delete(place, keep=[".lock"])
+        write_whole(path, render_json(index, indent=1))
+        write_whole(place / "tokenizer.json", tokenizer.to_json())
+    else:
+        delete(place, keep=["index.json", "tokenizer.json", ".lock", *kept])
+    shards = {split: Shard(place, split, index, *index["open"].get(split, START)) for split in SPLITS}
+    pieces = read_pieces([*names], given["column"], given["val_fraction"], index["at"])
+    ends, saved, tell = [0, *itertools.accumulate(names.values())], time.monotonic(), Progress([*names.values()], say)
+    with contextlib.closing(encode_all(pieces, tokenizer, place / "tokenizer.json", workers)) as batches:
+        for last, size, tokens in batches:
+            closed = len(index["shards"])
+            for split, ids in tokens.result().items():
+                while len(ids):
+                    ids = shards[split].write(ids)
+                    number, count, _ = shards[split].state
+                    if count == given["shard_tokens"]:
+                        shards[split].finish()
+                        shards[split] = Shard(place, split, index, number + 1)
+            tell(ends[last.following[0]] + last.read, size)
+            if len(index["shards"]) > closed or time.monotonic() - saved > SAVE_EVERY or index["at"] == START:
+                index |= {"at": last.following, "open": {split: shard.sync() for split, shard in shards.items()}}
+                write_whole(path, render_json(index, indent=1))
+                saved = time.monotonic()
+    for shard in shards.values():
+        shard.finish()
+    if not any(shard["file"].startswith("train") for shard in index["shards"]):
+        wrong = "there is no text" if index["at"] == START else f"val_fraction={given['val_fraction']} holds all out"
+        index["at"] = START
+        raise UserError(f"{', '.join(names)[:200]}: {wrong}: give more text")
+    index["shards"].sort(key=lambda shard: shard["file"])
+    index |= {"at": None, "open": {}}
+    write_whole(path, render_json(index, indent=1))
+
+
+class Shard:
+    """The open shard of a split: NAME.bin.part, which is NAME.bin when it is complete."""
+
+    def __init__(
+        self, place: Path, split: str, index: dict[str, Any], number: int, tokens: int = 0, documents: int = 0
+    ):
+        """Open a shard with so many tokens and documents; what follows them is dropped."""
+        from jaxgpt.data.shards import LLMC_HEADER_BYTES
+
+        known = index["tokenizer"]
+        self.state, self._end, self._vocab_size = [number, tokens, documents], known["end_of_text"], known["vocab_size"]
+        self._path, self._index = place / f"{split}_{number:06d}.bin", index
+        self._part = self._path.with_suffix(".bin.part")
+        if self._path.exists():  # complete, but the end came before the index was written
+            os.replace(self._path, self._part)
+        size = LLMC_HEADER_BYTES + tokens * token_dtype(self._vocab_size).itemsize
+        with open(self._part, "ab") as f:
+            if tokens and f.tell() < size:
+                raise UserError(f"{self._part} is missing or cut short: delete {place}, and prepare again")
+            f.truncate(size)
+
+    def write(self, ids: np.ndarray) -> np.ndarray:
+        """Append tokens, and return those that do not fit any more."""
+        ids, rest = np.split(ids, [self._index["arguments"]["shard_tokens"] - self.state[1]])
+        with open(self._part, "ab") as f:
+            f.write(ids.tobytes())
+        self.state[1:] = self.state[1] + len(ids), self.state[2] + int(np.count_nonzero(ids == self._end))
+        return rest
+
+    def sync(self) -> list[int]:
+        """Put all on the disk, and return (number, tokens, documents)."""
+        with open(self._part, "rb+") as f:
+            os.fsync(f.fileno())
+        return self.state
+
+    def finish(self) -> None:
+        """Give the shard llm.c's header and its name, and list it in the index. An empty one is deleted."""
+        from jaxgpt.data.shards import LLMC_MAGIC, open_shard, scan
+
+        if not self.state[1]:
+            return self._part.unlink()
+        magic = next(m for m, dtype in LLMC_MAGIC.items() if dtype == token_dtype(self._vocab_size))
+        with open(self._part, "rb+") as f:
+            f.write(np.array([magic, 1, self.state[1]], np.int32).tobytes())
+        self.sync()
+        os.replace(self._part, self._path)
+        found = scan(self._path, open_shard(self._path), self._vocab_size)
+        self._index["shards"].append({"file": self._path.name, "documents": self.state[2], **found})
+
+
+def delete(place: Path, keep: Sequence[str]) -> None:
+    """Delete our files, and the folder if nothing is left."""
+    for path in place.iterdir():
+        if OURS.fullmatch(path.name) and path.name not in keep:
+            path.unlink()
+    if not any(place.iterdir()):
+        place.rmdir()
+
+
+class Progress:
+    """Show a bar on a terminal, elsewhere a line now and then."""
+
+    def __init__(self, sizes: list[int], say: Callable[[str], None]):
+        """sizes: bytes of each source, 0 if unknown."""
+        self._total, self._say, self._first, self._done = sum(sizes) if all(sizes) else None, say, -1, 0
+        self._is_terminal, self._began = sys.stderr is not None and sys.stderr.isatty(), time.monotonic()
+        self._said = self._began
+
+    def __call__(self, read: int, size: int) -> None:
+        """Count `size` bytes of text, at `read` bytes of all sources."""
+        self._done, now = self._done + size, time.monotonic()
+        if now - self._said < (0.2 if self._is_terminal else SAY_EVERY):
+            return
+        self._first, self._said, seconds = read if self._first < 0 else self._first, now, now - self._began
+        text = f"{self._done / 1e6:,.0f} MB · {self._done / 1e6 / seconds:,.1f} MB/s"
+        if self._total is not None and read > self._first:  # an earlier call's speed does not count
+            share, left = read / self._total, int(seconds * (self._total - read) / (read - self._first))
+            text = f"{'━' * int(24 * share):24} {share:.0%} · {text} · {left // 60}:{left % 60:02d} left"
+        if self._is_terminal:
+            sys.stderr.write(f"\r{text}\033[K")
+        else:
+            self._say(text.lstrip("━ "))
+
+
+# Sources.
+
+
+def find_sources(names: Iterable[str]) -> dict[str, int]:
+    """Return the files and datasets that names stand for, in order, with their bytes; 0 for a dataset."""
+    found: dict[str, int] = {}
+    for name in names:
+        files = [Path(name)]
+        if name.startswith("hf:"):
+            files = found[name] = 0
+        elif not is_there(files[0], TAKES):
+            files = [path for path in map(Path, sorted(glob.glob(name, recursive=True))) if path.is_file()]
+            if not files and re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name, re.ASCII) and not KIND.fullmatch(name):
+                files = found[f"hf:{name}"] = 0
+        elif files[0].is_dir():
+            files = sorted(path for path in files[0].rglob("*") if KIND.fullmatch(path.name) and path.is_file())
+        if files == []:
+            raise UserError(f"nothing to read at {name}: {TAKES}")
+        for path in files or ():
+            if not KIND.fullmatch(path.name):
+                raise UserError(f"{path} has no name of a kind of text: {TAKES}")
+            with open_file(path) as f:
+                found[str(path)] = f.seek(0, 2)
+    if not any(size or name.startswith("hf:") for name, size in found.items()):
+        raise UserError(f"{', '.join(found)[:200] or 'no source'}: there is no text; {TAKES}")
+    return found
+
+
+def read_rows(name: str, column: str, skip: int) -> Iterator[Row]:
+    """Yield the rows of a source from row `skip` on."""
+    kind = KIND.fullmatch(name)
+    if name.startswith("hf:"):
+        import datasets
+
+        path, _, config = name.removeprefix("hf:").partition(":")
+        found = datasets.load_dataset(path, config or None, split="train", streaming=True)
+        for row, value in enumerate(found.skip(skip), skip):
+            yield row, value, int
+        return
+    with open_file(name) as raw:
+        if kind is None or kind[1] is None:
+            import pyarrow.parquet
+
+            file, row = pyarrow.parquet.ParquetFile(raw, buffer_size=PIECE), 0
+            if column not in (has := file.schema_arrow.names):
+                raise _no_column(name, column, has)
+            size, rows = os.fstat(raw.fileno()).st_size, file.metadata.num_rows
+            for group in range(file.num_row_groups):
+                if (end := row + file.metadata.row_group(group).num_rows) > skip:
+                    batches = file.iter_batches(16, row_groups=[group], columns=[column])
+                    values = (value for batch in batches for value in batch.to_pylist())
+                    for number, value in enumerate(values, row):
+                        if number >= skip:
+                            yield number, value, functools.partial(int, size * number // rows)
+                row = end
+            return
+        f: Any = gzip.GzipFile(fileobj=raw) if kind[2] == "gz" else raw
+        if kind[2] == "zst":
+            import pyarrow
+
+            f = io.BufferedReader(pyarrow.input_stream(raw, compression="zstd"), PIECE)  # notices a file that is cut
+        if kind[1] == "txt":
+            yield 0, codecs.iterdecode(iter(lambda: f.read(PIECE), b""), "utf-8-sig"), raw.tell
+            return
+        for row, line in enumerate(iter(lambda: f.readline(LONGEST_LINE + 1), b"")):
+            if len(line) > LONGEST_LINE:
+                raise UserError(f"{name}:{row + 1}: the line is longer than {LONGEST_LINE:,} bytes: cut it")
+            if row >= skip and line.strip():
+                yield row, parse_json(line, f"{name}:{row + 1}"), raw.tell
+
+
+def read_pieces(
+    names: Sequence[str], column: str, val_fraction: float, start: Sequence[int] = START
+) -> Iterator[Piece]:
+    """Yield the texts of sources from a position on. The hash of its first piece decides the split of a document.
+
+    Raises `UserError` for a source that cannot be read.
+    """
+    for source in range(start[0], len(names)):
+        name, skip, split = names[source], start[1] if source == start[0] else 0, ""
+        row = skip
+        try:
+            for row, value, tell in read_rows(name, column, skip):
+                if not isinstance(value, Iterator):
+                    if not isinstance(value, dict) or column not in value:
+                        raise _no_column(f"{name}, row {row + 1}", column, value)
+                    if not isinstance(value[column], str | None):
+                        raise UserError(f"{name}, row {row + 1}: column {column!r} is no text: give another --column")
+                    value = [value[column] or ""]
+                for number, (text, is_last) in enumerate(cut(value)):
+                    raw = text.encode(errors="replace")  # JSON can hold half of a surrogate pair
+                    if not number:
+                        draw = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
+                        split = SPLITS[draw < val_fraction * 2**64]
+                    if raw and [source, row, number] >= list(start):
+                        following = [source, row + 1, 0] if is_last else [source, row, number + 1]
+                        yield Piece(split, raw.decode(), len(raw), is_last, following, tell())
+        except UserError:
+            raise
+        except ImportError as e:
+            raise UserError(f"{name} needs {e.name}: python -m pip install 'jaxgpt[prepare]'") from None
+        except Exception as e:  # of a dozen packages for networks, formats and compression
+            why = f"cannot be read at or after row {row + 1:,}: {first_line(e)[:200]}"
+            raise UserError(f"{name} {why}. If it is damaged, fetch it again or leave it out") from None
+
+
+def _no_column(where: str, column: str, has: Iterable[str]) -> UserError:
+    names = ", ".join(map(str, has))[:300] if isinstance(has, list | dict) else f"no object but {type(has).__name__}"
+    return UserError(f"{where}: there is no column {column!r}, it has {names}: give --column")
+
+
+def cut(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Yield (piece, whether it is the last) of a document, cut at the end of a word where there is one."""
+    rest = ""
+    for part in parts:
+        rest, at = rest + part, 0
+        while len(rest) - at > PIECE:
+            found = WORDS.match(rest, at, at + PIECE)
+            end = at + PIECE if found is None else found.end()
+            yield rest[at:end], False
+            at = end
+        rest = rest[at:]
+    yield rest, True
+
+
+def sample_texts(names: Sequence[str], column: str, val_fraction: float) -> Iterator[str]:
+    """Yield texts to train a tokenizer on: the beginning of each source, without held-out documents."""
+    for name in names:
+        left = SAMPLE // len(names)
+        for piece in read_pieces([name], column, val_fraction):
+            if left <= 0:
+                break
+            if piece.split == "train":
+                yield piece.text[:left]
+                left -= len(piece.text)
+
+
+# Tokens.
+
+
+def find_tokenizer(name: str) -> Tokenizer:
+    """Return a tokenizer: byte, a file, a folder or one of the Hub. Raises `UserError` if it cannot end documents."""
+    if name == "byte":
+        return ByteTokenizer()
+    if not name.endswith(".json") and not Path(name).is_file():
+        from jaxgpt.hf.source import find_directory
+
+        path = find_directory("openai-community/gpt2" if name == "gpt2" else name, ["tokenizer.json"])
+        name = str(path / "tokenizer.json")
+    found = load_tokenizer(name)
+    if find_end(found) is None:
+        ends = ", ".join(END_OF_TEXT)
+        raise UserError(f"{name} has no token for the end of a document, such as {ends}: add one, or give another")
+    return found
+
+
+def find_end(tokenizer: Tokenizer) -> int | None:
+    """Return the id that ends a document: for bytes 255, which UTF-8 never has."""
+    return 255 if isinstance(tokenizer, ByteTokenizer) else tokenizer.end_of_text
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Return the dtype of tokens in files."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+def encode_pieces(tokenizer: Tokenizer, batch: list[Piece]) -> dict[str, np.ndarray]:
+    """Return the tokens of each split, in order, with the ends of documents."""
+    end, found = np.array([find_end(tokenizer)]), tokenizer.encode_many([piece.text for piece in batch])
+    parts = {split: [end[:0]] for split in SPLITS}
+    for piece, ids in zip(batch, found, strict=True):
+        parts[piece.split] += [ids, end] if piece.is_last else [ids]
+    return {split: np.concatenate(part).astype(token_dtype(tokenizer.vocab_size)) for split, part in parts.items()}
+
+
+def encode_all(
+    pieces: Iterable[Piece], tokenizer: Tokenizer, file: Path, workers: int
+) -> Generator[tuple[Piece, int, Future[dict[str, np.ndarray]]]]:
+    """Yield (last piece, bytes of text, tokens of each split) of batches in order.
+
+    file: the tokenizer's, from which workers load it.
+    """
+    waiting, batch, size = deque(), [], 0
+    if workers == 1:
+        pool, work = ThreadPoolExecutor(1), functools.partial(encode_pieces, tokenizer)
+    else:  # not forked: a copy of a lock that another thread holds is never released
+        context = multiprocessing.get_context("spawn")
+        pool, work = ProcessPoolExecutor(workers, context, _begin_worker, (str(file),)), _work
+    try:
+        for piece in itertools.chain(pieces, [None]):
+            if piece is not None:
+                batch.append(piece)
+                size += piece.size
+            if batch and (piece is None or size + 256 * len(batch) > PIECE):  # a million short texts are too many
+                waiting.append((batch[-1], size, pool.submit(work, batch)))
+                batch, size = [], 0
+            if len(waiting) > 2 * workers:
+                yield waiting.popleft()
+        while waiting:
+            yield waiting.popleft()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_tokenizers: list[Tokenizer] = []  # of a worker
+
+
+def _begin_worker(file: str) -> None:
+    def leave() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()  # returns even if it was killed
+        os._exit(1)
+
+    threading.Thread(target=leave, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the first process
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker has its core
+    _tokenizers.append(load_tokenizer(file))
+
+
+def _work(batch: list[Piece]) -> dict[str, np.ndarray]:
+    return encode_pieces(_tokenizers[0], batch)
+
+
+def count_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
