@@ -114,6 +114,7 @@ def prepare(
     from jaxgpt.runs.directory import lock_run
 
     names, place, again = find_sources(sources), Path(out), "the same command goes on from where it was"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     learned = re.fullmatch(r"bpe:(\d{3,7})", tokenizer)
     chosen = None if learned else find_tokenizer(tokenizer)
     given = {"sources": list(names), "tokenizer": tokenizer if chosen is None else fingerprint(chosen)}
@@ -129,7 +130,7 @@ def prepare(
         if learned and index["at"] == START:
             say(f"learning {tokenizer} from a sample of the text")
             chosen = train_bpe(sample_texts(list(names), column, val_fraction), int(learned[1]))
-        write_shards(place, index, chosen or load_tokenizer(place / "tokenizer.json"), workers or count_cores(), say)
+        write_shards(place, index, chosen or load_tokenizer(place / "tokenizer.json"), workers or cores, say)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted: {again}") from None
     except BrokenProcessPool:
@@ -171,20 +172,15 @@ def write_shards(
     known = {"sha256": fingerprint(tokenizer), "vocab_size": tokenizer.vocab_size, "end_of_text": find_end(tokenizer)}
     if index.setdefault("tokenizer", known) != known:
         raise UserError(f"{place / 'tokenizer.json'} was changed: name another --out, or delete {place}")
-    kept = [shard["file"] for shard in index["shards"]]
-    for split, (number, _, _) in index["open"].items():
-        kept += [f"{split}_{number:06d}.bin", f"{split}_{number:06d}.bin.part"]
     if index["at"] == START:
-        delete(place, keep=[".lock"])
         write_whole(path, render_json(index, indent=1))
         write_whole(place / "tokenizer.json", tokenizer.to_json())
-    else:
-        delete(place, keep=["index.json", "tokenizer.json", ".lock", *kept])
     shards = {split: Shard(place, split, index, *index["open"].get(split, START)) for split in SPLITS}
     pieces = read_pieces([*names], given["column"], given["val_fraction"], index["at"])
-    ends, saved, tell = [0, *itertools.accumulate(names.values())], time.monotonic(), Progress([*names.values()], say)
-    with contextlib.closing(encode_all(pieces, tokenizer, place / "tokenizer.json", workers)) as batches:
-        for last, size, tokens in batches:
+    encoded, starts = encode_all(pieces, tokenizer, place / "tokenizer.json", workers), [0, *names.values()]
+    saved, total = time.monotonic(), sum(starts) if all(starts[1:]) else None
+    with contextlib.closing(encoded), show_progress(total, say) as tell:
+        for last, size, tokens in encoded:
             closed = len(index["shards"])
             for split, ids in tokens.result().items():
                 while len(ids):
@@ -193,7 +189,7 @@ def write_shards(
                     if count == given["shard_tokens"]:
                         shards[split].finish()
                         shards[split] = Shard(place, split, index, number + 1)
-            tell(ends[last.following[0]] + last.read, size)
+            tell(sum(starts[: last.following[0] + 1]) + last.read, size)
             if len(index["shards"]) > closed or time.monotonic() - saved > SAVE_EVERY or index["at"] == START:
                 index |= {"at": last.following, "open": {split: shard.sync() for split, shard in shards.items()}}
                 write_whole(path, render_json(index, indent=1))
@@ -204,8 +200,8 @@ def write_shards(
         wrong = "there is no text" if index["at"] == START else f"val_fraction={given['val_fraction']} holds all out"
         index["at"] = START
         raise UserError(f"{', '.join(names)[:200]}: {wrong}: give more text")
-    index["shards"].sort(key=lambda shard: shard["file"])
-    index |= {"at": None, "open": {}}
+    index |= {"at": None, "open": {}, "shards": sorted(index["shards"], key=lambda shard: shard["file"])}
+    delete(place, keep=["index.json", "tokenizer.json", ".lock", *(shard["file"] for shard in index["shards"])])
     write_whole(path, render_json(index, indent=1))
 
 
@@ -268,29 +264,29 @@ def delete(place: Path, keep: Sequence[str]) -> None:
         place.rmdir()
 
 
-class Progress:
-    """Show a bar on a terminal, elsewhere a line now and then."""
+@contextlib.contextmanager
+def show_progress(total: int | None, say: Callable[[str], None]) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on a terminal, elsewhere a line now and then. Yield what counts (bytes read of all sources, of text)."""
+    is_terminal, began, first, done = sys.stderr is not None and sys.stderr.isatty(), time.monotonic(), -1, 0
+    said = began
 
-    def __init__(self, sizes: list[int], say: Callable[[str], None]):
-        """sizes: bytes of each source, 0 if unknown."""
-        self._total, self._say, self._first, self._done = sum(sizes) if all(sizes) else None, say, -1, 0
-        self._is_terminal, self._began = sys.stderr is not None and sys.stderr.isatty(), time.monotonic()
-        self._said = self._began
-
-    def __call__(self, read: int, size: int) -> None:
-        """Count `size` bytes of text, at `read` bytes of all sources."""
-        self._done, now = self._done + size, time.monotonic()
-        if now - self._said < (0.2 if self._is_terminal else SAY_EVERY):
+    def tell(read: int, size: int) -> None:
+        nonlocal first, done, said
+        done, first, now = done + size, read if first < 0 else first, time.monotonic()
+        if now - said < (0.2 if is_terminal else SAY_EVERY):
             return
-        self._first, self._said, seconds = read if self._first < 0 else self._first, now, now - self._began
-        text = f"{self._done / 1e6:,.0f} MB · {self._done / 1e6 / seconds:,.1f} MB/s"
-        if self._total is not None and read > self._first:  # an earlier call's speed does not count
-            share, left = read / self._total, int(seconds * (self._total - read) / (read - self._first))
-            text = f"{'━' * int(24 * share):24} {share:.0%} · {text} · {left // 60}:{left % 60:02d} left"
-        if self._is_terminal:
-            sys.stderr.write(f"\r{text}\033[K")
-        else:
-            self._say(text.lstrip("━ "))
+        said, text = now, f"{done / 1e6:,.0f} MB · {done / 1e6 / (now - began):,.1f} MB/s"
+        if total is not None and read > first:  # the speed of this call alone says what is left
+            left = int((now - began) * (total - read) / (read - first))
+            text = f"{read / total:.0%} · {text} · {left // 60}:{left % 60:02d} left"
+            text = f"{'━' * (24 * read // total):24} {text}" if is_terminal else text
+        sys.stderr.write(f"\r{text}\033[K") if is_terminal else say(text)
+
+    try:
+        yield tell
+    finally:
+        if said > began and is_terminal:
+            sys.stderr.write("\n")
 
 
 # Sources.
@@ -300,22 +296,22 @@ def find_sources(names: Iterable[str]) -> dict[str, int]:
     """Return the files and datasets that names stand for, in order, with their bytes; 0 for a dataset."""
     found: dict[str, int] = {}
     for name in names:
-        files = [Path(name)]
-        if name.startswith("hf:"):
-            files = found[name] = 0
-        elif not is_there(files[0], TAKES):
-            files = [path for path in map(Path, sorted(glob.glob(name, recursive=True))) if path.is_file()]
-            if not files and re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name, re.ASCII) and not KIND.fullmatch(name):
-                files = found[f"hf:{name}"] = 0
-        elif files[0].is_dir():
-            files = sorted(path for path in files[0].rglob("*") if KIND.fullmatch(path.name) and path.is_file())
-        if files == []:
+        path, is_dataset = Path(name), name.startswith("hf:")
+        if is_dataset or is_there(path, TAKES):
+            kept = path.rglob("*") if path.is_dir() else [path]
+        else:
+            kept = map(Path, glob.glob(name, recursive=True))
+            is_dataset = bool(re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name, re.ASCII)) and not KIND.fullmatch(name)
+        files = sorted(f for f in kept if f.is_file() and (KIND.fullmatch(f.name) or not path.is_dir()))
+        if is_dataset and not files:
+            found[name if name.startswith("hf:") else f"hf:{name}"] = 0
+        elif not files:
             raise UserError(f"nothing to read at {name}: {TAKES}")
-        for path in files or ():
-            if not KIND.fullmatch(path.name):
-                raise UserError(f"{path} has no name of a kind of text: {TAKES}")
-            with open_file(path) as f:
-                found[str(path)] = f.seek(0, 2)
+        for file in files:
+            if not KIND.fullmatch(file.name):
+                raise UserError(f"{file} has no name of a kind of text: {TAKES}")
+            with open_file(file) as f:
+                found[str(file)] = f.seek(0, 2)
     if not any(size or name.startswith("hf:") for name, size in found.items()):
         raise UserError(f"{', '.join(found)[:200] or 'no source'}: there is no text; {TAKES}")
     return found
@@ -515,8 +511,3 @@ def _begin_worker(file: str) -> None:
 
 def _work(batch: list[Piece]) -> dict[str, np.ndarray]:
     return encode_pieces(_tokenizers[0], batch)
-
-
-def count_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
