@@ -71,9 +71,7 @@ def find_run(run: str | Path | None) -> Path:
     return max(runs, key=lambda r: (r / "experiment.json").stat().st_mtime)
 
 
-def lock_run(
-    directory: Path, fresh: bool, *, doing: str = "trained", option: str = "--run-dir"
-) -> filelock.BaseFileLock:
+def lock_run(directory: Path, fresh: bool, doing: str = "trained", option: str = "--run-dir") -> filelock.BaseFileLock:
     """Create a directory if needed, and lock it until the lock is released or this process ends, even by SIGKILL.
 
     fresh: move an existing directory aside. Raises `UserError` if another process trains there.

@@ -71,10 +71,6 @@ class Prepared:
     place: Path
     index: dict[str, Any]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the index."""
-        return self.index
-
     def __str__(self) -> str:
         """Return a summary."""
         said = []
@@ -146,9 +142,7 @@ def prepare(
 
 def read_index(place: Path, given: dict[str, Any], names: dict[str, int]) -> dict[str, Any]:
     """Return the index to go on from. Raises `UserError` if the folder holds something else, or other arguments."""
-    held, path = None, place / "index.json"
-    if path.exists():
-        held = read_json(path, 2**26)
+    held = read_json(path, 2**26) if (path := place / "index.json").exists() else None
     if not isinstance(held, dict) or held.get("jaxgpt") != "prepare":
         others = sorted(p.name for p in place.iterdir() if not re.fullmatch(r"\.lock|index\.json\.\w{8}", p.name))
         if others:
@@ -332,7 +326,8 @@ def read_rows(name: str, column: str, skip: int) -> Iterator[Row]:
         if kind is None or kind[1] is None:
             import pyarrow.parquet
 
-            file, row = pyarrow.parquet.ParquetFile(raw, buffer_size=PIECE), 0
+            # Else a column of a row group is read at once, however large it is.
+            file, row = pyarrow.parquet.ParquetFile(raw, buffer_size=PIECE, pre_buffer=False), 0
             if column not in (has := file.schema_arrow.names):
                 raise _no_column(name, column, has)
             size, rows = os.fstat(raw.fileno()).st_size, file.metadata.num_rows
