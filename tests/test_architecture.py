@@ -69,6 +69,8 @@ HOMES = {
     "uvicorn": ["serve.server"],
     "lm_eval": ["tools.evaluate.lm_eval_model"],
     "pydivsufsort": ["tools.report"],
+    "pyarrow": ["tools.prepare"],
+    "datasets": ["tools.prepare"],
 }
 
 

@@ -77,7 +77,7 @@ class Prepared:
         for split, name in zip(SPLITS, ("training", "validation"), strict=True):
             shards = [shard for shard in self.index["shards"] if shard["file"].startswith(split)]
             tokens, documents = (sum(shard[key] for shard in shards) for key in ("tokens", "documents"))
-            said.append(f"{tokens:,} {name} tokens in {len(shards):,} shards, {documents:,} documents")
+            said.append(f"{tokens:,} {name} tokens of {documents:,} documents (shards: {len(shards):,})")
         return f"{self.place}: {'; '.join(said)}\nnext: {shell_line('jaxgpt', 'train', '--data.path', self.place)}"
 
 
