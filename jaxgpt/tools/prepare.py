@@ -68,7 +68,7 @@ class Piece(NamedTuple):
 class Prepared:
     """Complete shards: their folder and index."""
 
-    place: Path
+    place: str
     index: dict[str, Any]
 
     def __str__(self) -> str:
@@ -122,7 +122,7 @@ def prepare(
         index = read_index(place, given, names)
         if index["at"] is None:
             say(f"{place} is complete already")
-            return Prepared(place, index)
+            return Prepared(str(place), index)
         if learned and index["at"] == START:
             say(f"learning {tokenizer} from a sample of the text")
             chosen = train_bpe(sample_texts(list(names), column, val_fraction), int(learned[1]))
@@ -137,7 +137,7 @@ def prepare(
         if index["at"] == START:  # nothing to go on from
             delete(place, keep=())
         lock.release()
-    return Prepared(place, index)
+    return Prepared(str(place), index)
 
 
 def read_index(place: Path, given: dict[str, Any], names: dict[str, int]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`jaxgpt prepare`: the same bytes from any format, with any number of workers, after kills; one line for bad input."""
 
+import dataclasses
 import errno
 import gzip
 import itertools
@@ -193,8 +194,9 @@ def test_bytes_end_with_a_byte_that_no_text_has(tmp_path):
 
 def test_a_second_call_says_that_all_is_complete_and_others_are_refused(made, known):
     before, said = shards(made), []
-    call(known / "a.jsonl", made, known, say=said.append)
+    found = call(known / "a.jsonl", made, known, say=said.append)
     assert said == [f"{made} is complete already"] and shards(made) == before
+    assert json.loads(json.dumps(dataclasses.asdict(found)))["index"]["shards"] and str(made) in str(found)
     with pytest.raises(UserError, match=r"another column \(text, now body\), shard_tokens \(5000, now 6000\): name"):
         call(known / "a.jsonl", made, known, shard_tokens=6000, column="body")
 
