@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from jaxgpt.cli.console import Result, say
 from jaxgpt.cli.experiment_file import load_variants
 from jaxgpt.config import Experiment, Precision
-from jaxgpt.config.validate import LARGEST_SIZE, Count, Interval
-from jaxgpt.errors import shell_line
+from jaxgpt.config.validate import LARGEST_SIZE, Count, Interval, PositiveFloat
+from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import new_file, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.runs.directory import RUNS, find_run
@@ -131,14 +133,22 @@ def study(experiment: str, *, seeds: Count = 8, run_dir: str | None = None) -> o
     return run_study(variants, place, seeds=seeds, say=say)
 
 
-def plan(*, topology: str | None = None, experiment: Experiment) -> Result:
+def plan(
+    *,
+    topology: str | None = None,
+    tokens: str | None = None,
+    price: PositiveFloat | None = None,
+    experiment: Experiment,
+) -> Result:
     """Compile a training step; estimate its memory and speed.
 
     The step is not run. EXPERIMENT is as for `jaxgpt train`.
 
     Args:
-        topology: TPUs such as v5e:4x4 or v5litepod-16, two slices as 2xv5e:16x16, or GPUs such as h200:8, four
-            hosts as h200:4x8; None: this machine
+        topology: TPUs such as v5e:4x4 or v5litepod-16, two slices as 2xv5e:16x16, or GPUs such as 8xh100 or h200:8,
+            four hosts as 4x8xh100 or h200:4x8; None: this machine
+        tokens: tokens to train on, such as 10B; None: as many as train.steps are
+        price: dollars per device and hour
     """
     if topology is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # a plugin compiles; no device of this machine is wanted
@@ -146,12 +156,24 @@ def plan(*, topology: str | None = None, experiment: Experiment) -> Result:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of what does not fit, and so does the plan
     configure_jax()
     from jaxgpt.runs.pretrained import resolve_init_from
-    from jaxgpt.tools.plan.plan import format_plan, make_plan
+    from jaxgpt.tools.plan.plan import cost, format_plan, make_plan
 
     full, _ = resolve_init_from(experiment)
+    if tokens is not None:
+        steps = -(-parse_tokens(tokens) // (full.train.batch_size * full.model.block_size))
+        full = dataclasses.replace(full, train=dataclasses.replace(full.train, steps=steps))
     vocab_size = full.model.vocab_size or full.data.open_dataset(full.model).tokenizer.vocab_size
     found = make_plan(full, vocab_size, topology=topology, say=say)
-    return Result(found.to_json(), format_plan(found))
+    dollars = {} if price is None else {"dollars": cost(found, price)}
+    return Result(found.to_json() | dollars, format_plan(found, price))
+
+
+def parse_tokens(text: str) -> int:
+    """Return the number of 10B, 1.5T or 300_000_000."""
+    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?)([KMBT]?)", text.upper())
+    if not match or not (number := round(float(match[1]) * 1000 ** " KMBT".index(match[2] or " "))):
+        raise UserError(f"tokens={text!r}: needs a number such as 10B, 500M or 300_000_000")
+    return number
 
 
 def import_model(

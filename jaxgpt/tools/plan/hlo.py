@@ -15,13 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-VIEWS = {
-    "bitcast",
-    "reshape",
-    "convert",
-    "copy",
-    "transpose",
-}  # fused, only those of their elements that are used count
+# Fused, only those of their elements that are used count.
+VIEWS = {"bitcast", "reshape", "convert", "copy", "transpose"}
 FREE = {  # no traffic of their own; what they call is counted separately
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "opt-barrier"),
     *("partition-id", "replica-id", "while", "conditional", "call", "async-start"),

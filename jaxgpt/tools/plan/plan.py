@@ -205,8 +205,8 @@ class Plan:
     network_seconds: float | None  # per step, between slices
     network_bytes: float  # that each device sends to other slices, per step
     serial_seconds: float | None  # of a GPU's kernels, each of which takes the longer of its compute and its traffic
-    step_seconds: float | None  # the longest of the four, a lower bound: the others may overlap with it
-    bottleneck: str | None  # compute, memory, interconnect or network
+    step_seconds: float | None  # the longest of the five that are known, a lower bound: the others may overlap with it
+    bottleneck: str | None  # compute, memory, interconnect, network or kernels
     tokens_per_second: float | None
     mfu: float | None  # upper bound: the model's FLOPs, masked scores included, over peak
     total_tokens: int  # of the experiment
@@ -238,21 +238,21 @@ def estimate(
     flops_per_token = train_flops_per_token(config, parameters, in_adapters)
     flops = program.flops + program.custom_flops + splash_flops(experiment, trainer, program.silent_kernels)
     collectives = total_collectives(program.collectives, used)
-    seconds: dict[str, float | None] = dict.fromkeys(("compute", "memory", "interconnect", "network"))
-    serial = None
+    seconds: dict[str, float | None] = dict.fromkeys(("compute", "memory", "interconnect", "network", "kernels"))
     if limits := PEAKS.get(used[0].device_kind):
-        seconds = {
+        seconds |= {
             "compute": flops / limits.flops,
             "memory": program.bytes_accessed / limits.memory_bandwidth,
             "interconnect": _add([c.seconds for c in collectives if not c.between_slices], sum),
             "network": _add([c.seconds for c in collectives if c.between_slices], sum),
         }
         if not limits.torus:  # a TPU's memory prefetches for the next kernel
-            serial = math.fsum(
+            seconds["kernels"] = math.fsum(
                 times * max(flops / limits.flops, accessed / limits.memory_bandwidth)
                 for times, flops, accessed in program.launches
             )
-    step = _add(list(seconds.values()), max)
+    known = {name: n for name, n in seconds.items() if n is not None}
+    step = max(known.values(), default=None)
     rate = tokens / step if step else None
     return Plan(
         experiment=experiment.name,
@@ -280,9 +280,9 @@ def estimate(
         network_seconds=seconds["network"],
         # over a switch, at 1 byte/s
         network_bytes=sum(_seconds(c, 1.0, switched=True) for c in program.collectives if c.between_slices),
-        serial_seconds=serial,
+        serial_seconds=seconds["kernels"],
         step_seconds=step,
-        bottleneck=None if step is None else max(seconds, key=lambda name: seconds[name] or 0.0),
+        bottleneck=max(known, key=known.__getitem__, default=None),
         tokens_per_second=rate,
         mfu=rate * flops_per_token / (limits.flops * len(used)) if rate and limits and flops_per_token else None,
         total_tokens=tokens * train.steps,
@@ -403,28 +403,22 @@ def format_gib(n: float | None) -> str:
     return "unknown" if n is None else f"{n / 2**30:.2f} GiB"
 
 
-def format_plan(p: Plan) -> str:
-    """Return a plan as text: the verdict, then one fact per line. A time is the longest of all that are known."""
+def format_plan(p: Plan, price: float | None = None) -> str:
+    """Return a plan as text: a verdict, then one fact per line. What is not known has no line.
+
+    price: dollars per device and hour.
+    """
 
     def ms(seconds: float) -> str:
         return f"{seconds * 1e3:,.1f} ms"
 
-    bounds = [(p.step_seconds or 0.0, f"{p.bottleneck}-bound"), (p.serial_seconds or 0.0, "its kernels in turn")]
-    step, why = max(bounds)
-    hours = p.total_tokens / p.tokens_per_step * step / 3600
-    verdict = "fits" if p.fits else "unknown whether it fits"
-    verdict += f": {format_gib(p.memory)} of {format_gib(p.available)} per device"
-    verdict += f"; at least {ms(step)} per step, {hours:,.1f} hours for all" if step else ""
     batch = f"{p.tokens_per_step // p.accumulation:,} tokens each"
+    of_model = "" if p.flops_per_token is None else f"{p.flops_per_token:.3g} of the model, "
     rows = [
-        ("verdict", verdict),
         ("experiment", f"{p.experiment} on {p.topology}: {p.devices} x {p.device}, {p.compute}"),
         ("strategy", f"{p.strategy}, remat {p.remat}, micro-batch {p.micro_batch_size} x {p.accumulation}, {batch}"),
         ("parameters", f"{p.parameters:,}, {format_gib(p.state_memory)} of state per device"),
-        (
-            "FLOPs per token",
-            f"{'unknown' if p.flops_per_token is None else f'{p.flops_per_token:.3g}'} of the model, {p.executed_flops_per_token:.3g} executed",
-        ),
+        ("FLOPs per token", f"{of_model}{p.executed_flops_per_token:.3g} executed"),
     ]
     if p.kernels:
         rows.append(("kernels", ", ".join(f"{n:,} x {name}" for name, n in p.kernels.items())))
@@ -433,20 +427,33 @@ def format_plan(p: Plan) -> str:
         text += "" if c.seconds is None else f", {ms(c.seconds)}"
         rows.append(("between slices" if c.between_slices else "collectives", text))
     times = {"compute": p.compute_seconds, "memory traffic": p.memory_seconds, "interconnect": p.interconnect_seconds}
-    rows += [(name, ms(seconds)) for name, seconds in times.items() if seconds is not None]
-    if p.network_bytes:
-        seconds = "unknown" if p.network_seconds is None else ms(p.network_seconds)
-        rows.append(("network", f"{seconds}, {p.network_bytes / 1e6:,.1f} MB sent to other slices by each device"))
-    if p.serial_seconds:
-        rows.append(("kernels in turn", ms(p.serial_seconds)))
-    if unknown := [name for name, seconds in times.items() if seconds is None] + ["speed"] * (not step):
-        rows.append(("unknown", f"{', '.join(unknown)}: no rates of {p.device} are on record"))
-    if step:
-        rows.append(("step", f"at least {ms(step)}: {why}"))
-        rows.append(("tokens per second", f"at most {p.tokens_per_step / step:,.0f}"))
-        if mfu := p.mfu and p.mfu * (p.step_seconds or 0.0) / step:
-            skips = " (it counts masked scores, which the kernel skips)" if mfu > 1.0 else ""
-            rows.append(("MFU", f"at most {mfu:.1%}{skips}"))
-    rows.append(("full run", f"{p.total_tokens:,} tokens" + (f" in at least {hours:,.1f} hours" if step else "")))
+    times |= {"network": p.network_seconds if p.network_bytes else None, "kernels in turn": p.serial_seconds}
+    sent = {"network": f", {p.network_bytes / 1e6:,.1f} MB sent to other slices by each device"}
+    rows += [(name, ms(time) + sent.get(name, "")) for name, time in times.items() if time is not None]
+    of_available = f" of {format_gib(p.available)}" if p.fits else ""
+    verdict = f"{'fits' if p.fits else 'may fit'}: {format_gib(p.memory)}{of_available} per device"
+    run = f"{p.total_tokens:,} tokens"
+    if p.step_seconds and p.tokens_per_second and p.hours is not None:
+        rows += [
+            ("assumed", "full rates of the data sheets; the longest time hides the others; nothing between steps"),
+            ("step", f"at least {ms(p.step_seconds)}: {p.bottleneck}-bound"),
+            ("tokens per second", f"at most {p.tokens_per_second:,.0f}"),
+        ]
+        if p.mfu:
+            skips = " (it counts masked scores, which the kernel skips)" if p.mfu > 1.0 else ""
+            rows.append(("MFU", f"at most {p.mfu:.1%}{skips}"))
+            verdict += f"; at most {p.mfu:.0%} MFU"
+        least = f"at least {p.hours / 24:,.1f} days" if p.hours >= 48 else f"at least {p.hours:,.1f} hours"
+        if price is not None:
+            least += f" and {cost(p, price):,.0f} dollars at {price:g} dollars per device-hour"
+        verdict, run = f"{verdict}; {least}", f"{run} in {least}"
+    else:
+        verdict += f"; its speed is unknown: no rates of {p.device} are on record"
+    rows.append(("full run", run))
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    return "\n".join([verdict, *(f"{name:<{width}}  {value}" for name, value in rows)])
+
+
+def cost(p: Plan, price: float) -> float | None:
+    """Return the least dollars of the experiment, at a price per device and hour. None: unknown."""
+    return None if p.hours is None else p.hours * p.devices * price

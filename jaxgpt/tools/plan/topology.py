@@ -71,7 +71,9 @@ TARGETS = {
 
 
 def topology_devices(topology: str) -> list[jax.Device]:
-    """Return the devices to compile for: GPUs, as "h200:8", or a TPU slice, as "v5e:4x4"."""
+    """Return the devices to compile for: GPUs, as "h200:8" or "8xh200", or a TPU slice, as "v5e:4x4" or "v5e-16"."""
+    if (counted := re.fullmatch(r"([0-9x]+)x(\D.*)", topology)) and counted[2] in TARGETS:
+        topology = f"{counted[2]}:{counted[1]}"
     return gpu_devices(topology) if topology.partition(":")[0] in TARGETS else tpu_devices(topology)
 
 
@@ -87,7 +89,7 @@ def gpu_devices(topology: str) -> list[jax.Device]:
     match = re.fullmatch(r"([a-z0-9-]+):(?:([1-9][0-9]{0,3})x)?([1-8])", topology)
     target = TARGETS.get(match[1]) if match else None
     if match is None or target is None:
-        example = "1 to 8 GPUs, such as h200:8, or hosts and the GPUs of each, such as h200:4x8"
+        example = "1 to 8 GPUs, such as 8xh200 or h200:8, or hosts and the GPUs of each, such as 4x8xh200 or h200:4x8"
         raise UserError(f"topology {topology!r}: needs {', '.join(TARGETS)} and {example}")
     plugins = ("jax-cuda13-plugin", "jax-cuda12-plugin")
     versions = {d.name: d.version for name in plugins for d in importlib.metadata.distributions(name=name)}
@@ -155,12 +157,13 @@ _LARGEST = {"v4": 4096, "v5p": 6144}  # chips
 def parse_slice(topology: str) -> tuple[int, str, str]:
     """Return the number of slices, the family and the shape of a topology such as "2xv5e:16x16".
 
-    Google Cloud's names count chips, v5e-8 or v5litepod-8, but TensorCores for v4 and v5p: v5p-8 has four chips.
+    Google Cloud's names count chips, v5e-8 or v5litepod-8, but TensorCores, two to a chip, for v4 and v5p: v5p-64 has 32
+    chips (cloud.google.com/tpu/docs/v4 and /v5p, "AcceleratorType", read in November 2026).
     """
     match = re.fullmatch(r"(?:([1-9][0-9]?)x)?(v4|v5e|v5litepod|v5p|v6e)(?::([0-9]+(?:x[0-9]+)*)|-([0-9]+))", topology)
     if not match:
         tpus = "v4, v5e, v5p or v6e and a shape, such as v5e:4x4, or 2xv5e:4x4 for two slices"
-        gpus = f"{', '.join(TARGETS)} and a number of GPUs, such as h200:8"
+        gpus = f"{', '.join(TARGETS)} and a number of GPUs, such as 8xh100 or h200:8"
         raise UserError(f"topology {topology!r}: needs {tpus}, or {gpus}")
     slices, family, shape, count = match.groups()
     family = family.replace("litepod", "e")

@@ -13,7 +13,7 @@ from jaxgpt.tools.plan.topology import TARGETS, gpu_devices
 
 @pytest.mark.parametrize("name", ["h200", "h200:08", "h200:9", "h200:0x8", "h200:2x2x2"])
 def test_what_is_no_topology(name):
-    with pytest.raises(UserError, match="such as h200:8, or hosts and the GPUs of each, such as h200:4x8"):
+    with pytest.raises(UserError, match="such as 8xh200 or h200:8, or hosts and the GPUs of each"):
         gpu_devices(name)
 
 

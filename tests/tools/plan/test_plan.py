@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxgpt.cli.commands import parse_tokens
 from jaxgpt.config import Experiment, GPTConfig, ParallelConfig, TrainConfig
+from jaxgpt.errors import UserError
 from jaxgpt.parallel.device import PEAKS, train_flops_per_token
 from jaxgpt.tools.plan import plan as plans
 from jaxgpt.tools.plan.hlo import Collective
@@ -34,29 +36,46 @@ def test_this_machine(here):
     assert 0.5 < here.executed_flops_per_token / model < 1.5
 
 
-def test_what_is_unknown_is_unknown(here):
-    """There is no table of CPUs: neither a time nor a rate is guessed."""
+def test_what_is_unknown_has_no_line(here):
+    """There is no table of CPUs: neither a time nor a rate is guessed, and the verdict says so."""
     assert "cpu" not in PEAKS
     assert here.step_seconds is here.bottleneck is here.mfu is here.hours is None
-    unknown = "unknown          compute, memory traffic, interconnect, speed: no rates of cpu are on record\n"
-    assert format_plan(here).count("unknown") == 1 and unknown in format_plan(here)
+    verdict, *rows = format_plan(here, 1.2).splitlines()
+    assert verdict.startswith("fits: ") and verdict.endswith("; its speed is unknown: no rates of cpu are on record")
+    assert not any("unknown" in row for row in rows) and rows[-1] == "full run         12,800 tokens"
 
 
 def test_the_roofline(monkeypatch):
-    """On a device of 1 TFLOP/s, 1 GB/s, and links of 0.1 GB/s: times are counts over speeds, the longest binds."""
+    """On a device of 1 GFLOP/s, 1 GB/s, and links of 0.1 GB/s: times are counts over speeds, the sharpest binds."""
     h100 = PEAKS["NVIDIA H100 80GB HBM3"]
-    limits = dataclasses.replace(h100, flops=1e12, memory_bandwidth=1e9, link_bandwidth=1e8, memory=2**40)
+    limits = dataclasses.replace(h100, flops=1e9, memory_bandwidth=1e9, link_bandwidth=1e8, memory=2**40)
     monkeypatch.setitem(PEAKS, "cpu", limits)
     found = make_plan(EXPERIMENT, 11)
     tokens = 8 * TINY.block_size
-    assert found.compute_seconds == pytest.approx(found.executed_flops_per_token * tokens / 1e12)
-    assert found.bottleneck == "memory" and found.step_seconds == found.memory_seconds > found.compute_seconds
-    assert found.interconnect_seconds == 0
+    assert found.compute_seconds == pytest.approx(found.executed_flops_per_token * tokens / 1e9)
+    assert found.bottleneck == "kernels" and found.step_seconds == found.serial_seconds
+    assert found.interconnect_seconds == 0 < found.compute_seconds < found.memory_seconds
     assert found.tokens_per_second == pytest.approx(tokens / found.step_seconds)
-    assert found.mfu == pytest.approx(found.tokens_per_second * found.flops_per_token / 1e12)
+    assert found.mfu == pytest.approx(found.tokens_per_second * found.flops_per_token / 1e9)
     assert found.hours == pytest.approx(200 * found.step_seconds / 3600)
     # Each kernel takes the longer of its two times, so that all of them take at least the longer sum, at most both.
     assert found.memory_seconds <= found.serial_seconds <= found.memory_seconds + found.compute_seconds
+
+    # The verdict first, the bounds last; both have the figures of the sharpest one.
+    monthly = dataclasses.replace(found, hours=100.0, devices=8, mfu=0.426)
+    first, *_, step, rate, mfu, last = format_plan(monthly, 1.2).splitlines()
+    said = "at least 4.2 days and 960 dollars at 1.2 dollars per device-hour"
+    assert first.startswith("fits: 0.00 GiB of ") and first.endswith(f" per device; at most 43% MFU; {said}")
+    assert step.split()[1:3] == ["at", "least"] and step.endswith("kernels-bound")
+    assert rate.endswith(f"at most {found.tokens_per_second:,.0f}") and mfu.endswith("at most 42.6%")
+    assert last.endswith(f"12,800 tokens in {said}")
+
+
+def test_tokens_are_counted_as_people_write_them():
+    assert [parse_tokens(text) for text in ("10B", "1.5t", "300_000")] == [10**10, 15 * 10**11, 300_000]
+    for text in ("10Q", "0", "-1B", "B", "1e9"):
+        with pytest.raises(UserError, match="needs a number such as 10B"):
+            parse_tokens(text)
 
 
 def splash_flops(calls: int, attention: str = "splash", **model) -> float:
