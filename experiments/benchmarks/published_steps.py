@@ -1,6 +1,6 @@
 """Plan the training steps whose times llm.c, MaxText and nanochat publish: python published_steps.py NAME
 
-docs/planning.md has what this printed beside what they measured. The model, the batch, the recomputation and the devices
+docs/planning.md has what this printed, and what they measured. The model, the batch, the recomputation and the devices
 are theirs; the compiled program is ours.
 """
 
@@ -16,7 +16,8 @@ from jaxgpt.tools.plan.plan import format_plan, make_plan
 
 
 def gpt2_model(size: str) -> GPTConfig:
-    return dataclasses.replace(gpt2(size), vocab_size=50_304, dropout=0.0)
+    """Scan many layers, which compile in minutes otherwise."""
+    return dataclasses.replace(gpt2(size), vocab_size=50_304, dropout=0.0, scan_layers=size in ("774M", "1558M"))
 
 
 LLAMA = GPTConfig(

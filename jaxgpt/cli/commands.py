@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from jaxgpt.cli.console import Result, say
 from jaxgpt.cli.experiment_file import load_variants
 from jaxgpt.config import Experiment, Precision
-from jaxgpt.config.validate import LARGEST_SIZE, Count, Interval, PositiveFloat
+from jaxgpt.config.validate import LARGEST_SIZE, Count, Interval, NonNegativeInt, PositiveFloat
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import new_file, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
@@ -38,8 +39,12 @@ def evaluate(
     stride: int | None = None,
     batch_size: Count | None = None,
     weights: Precision | None = None,
+    tasks: str | None = None,
+    limit: Count | None = None,
+    num_fewshot: NonNegativeInt | None = None,
+    include_path: str | None = None,
 ) -> Result:
-    """Measure loss and perplexity of a run on held-out text.
+    """Measure loss and perplexity of a run on held-out text, or its answers to tasks.
 
     Bits per byte and per character compare runs with different tokenizers.
 
@@ -49,9 +54,23 @@ def evaluate(
             smaller stride takes longer and gives a lower loss; None: block_size, windows that do not overlap
         batch_size: windows per batch; None: the run's train.batch_size
         weights: dtype of the matrices, to measure what fewer bits cost; None: as trained
+        tasks: tasks of lm-evaluation-harness instead, such as hellaswag,arc_easy,piqa,lambada_openai, or core
+        limit: questions of each task; None: all
+        num_fewshot: solved examples before each question; None: the task's own number. core has its own
+        include_path: directory with task files of your own
     """
+    if any(x is not None for x in ((limit, num_fewshot, include_path) if tasks is None else (data, stride))):
+        raise UserError("--limit, --num-fewshot and --include-path need --tasks, and --data and --stride go without it")
+    if tasks is not None and importlib.util.find_spec("lm_eval") is None:
+        raise UserError("--tasks needs lm-evaluation-harness, which is not installed: pip install 'jaxgpt[eval]'")
     model = open_run(run, average)
     model = model if weights is None else model.for_decoding(weights)
+    if tasks is not None:
+        from jaxgpt.tools.evaluate.tasks import evaluate_tasks, format_tasks
+
+        options = {"limit": limit, "num_fewshot": num_fewshot, "include_path": include_path, "batch_size": batch_size}
+        found = evaluate_tasks(model, [name.strip() for name in tasks.split(",")], **options)
+        return Result(found, format_tasks(found))
     from jaxgpt.tools.evaluate.evaluate import evaluate_run, format_evaluation
 
     found = evaluate_run(model, data, stride=stride, batch_size=batch_size)

@@ -9,7 +9,7 @@ From Python, pass an instance::
     from jaxgpt.tools.evaluate.lm_eval_model import JaxGPT
     results = lm_eval.simple_evaluate(model=JaxGPT(run="runs/mine"), tasks=["lambada_openai"])
 
-No other module imports lm_eval, and none imports this one.
+Only `tasks.py` imports this module.
 """
 
 from __future__ import annotations

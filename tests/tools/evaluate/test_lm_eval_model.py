@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.sample.score import pair_ids
+from tests.conftest import REPOSITORY
 from tests.helpers import run_command
 
 SAME = 1e-4  # nats: float32 sums of other batches
@@ -72,13 +73,21 @@ main()
 pytestmark = pytest.mark.slow  # half a minute to import, a minute in all
 
 
+needs_lm_eval = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed: jaxgpt[eval]"
+)
+
+
+def write_tasks(directory):
+    (directory / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    for name, rest in TASKS.items():
+        (directory / f"{name}.yaml").write_text(f"task: {name}\n{TASK.replace('DIRECTORY', str(directory))}{rest}")
+
+
+@needs_lm_eval
 @pytest.mark.filterwarnings("ignore:prompt 0 has")  # more tokens than fit
 def test_the_harness_gets_what_the_run_says_of_the_same_texts(run, tmp_path):
-    if importlib.util.find_spec("lm_eval") is None:
-        pytest.skip("lm-evaluation-harness is not installed: jaxgpt[eval]")
-    (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    for name, rest in TASKS.items():
-        (tmp_path / f"{name}.yaml").write_text(f"task: {name}\n{TASK.replace('DIRECTORY', str(tmp_path))}{rest}")
+    write_tasks(tmp_path)
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
     done = run_command("-c", SCRIPT, str(run.directory), str(tmp_path), *TASKS, cwd=tmp_path, **offline)
     assert done.returncode == 0, done.stderr
@@ -115,6 +124,56 @@ def test_the_harness_gets_what_the_run_says_of_the_same_texts(run, tmp_path):
         pairs = [(ids[i - 1 : i] or [ord("\n")], ids[i : i + C]) for i in at]
         pairs[-1] = ids[len(ids) - C - 1 : at[-1]], ids[at[-1] :]
         assert float(*total) == pytest.approx(sum(x.logprob for x in run.loglikelihood(pairs)), abs=SAME)
+
+
+# The command and the callback, in one process; two tasks stand for those of CORE.
+COMMAND = """
+import dataclasses, json, sys
+from pathlib import Path
+import jaxgpt
+from jaxgpt.cli.main import main
+from jaxgpt.tools.evaluate import tasks
+tasks.CORE = {("choice", 0): 0.25, ("choice", 2): 0.5}
+run, directory, page = sys.argv[1:]
+main(["evaluate", run, "--tasks", "core,written", "--include-path", directory, "--limit", "3", "--json"])
+main(["evaluate", run, "--tasks", "choice", "--include-path", directory, "--num-fewshot", "1"])
+for wrong in (["--tasks", "choices"], ["--tasks", "choice", "--stride", "2"], ["--limit", "3"]):
+    try:
+        main(["evaluate", run, "--include-path", directory, *wrong])
+    except SystemExit as e:
+        assert e.code == 2
+    else:
+        raise AssertionError
+names = {}
+exec(page.split("```python\\n")[1].split("```")[0], names)
+names |= {"RUN": Path(directory) / "during", "EVERY": 2, "WHAT": {"tasks": ["choice"], "include_path": directory}}
+before = jaxgpt.load(run).experiment
+short = jaxgpt.TrainConfig(steps=4, checkpoint_every=1, eval_every=4, batch_size=4, sample_tokens=0)
+fitted = dataclasses.replace(before, train=short)
+jaxgpt.fit(fitted, names["RUN"], callbacks=names["callbacks"], progress=False)
+"""
+
+
+@needs_lm_eval
+@pytest.mark.filterwarnings("ignore:prompt 0 has")
+def test_tasks_are_scored_by_the_command_and_while_a_run_trains(run, tmp_path):
+    write_tasks(tmp_path)
+    page = (REPOSITORY / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    done = run_command("-c", COMMAND, str(run.directory), str(tmp_path), page, cwd=tmp_path, **offline)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    scores = {(row["task"], row["shots"]): row["value"] for row in found["tasks"] if row["metric"] != "acc"}
+    assert list(scores) == [("choice", 0), ("choice", 2), ("written", 0)]
+    # The score is acc_norm, which differs from acc: see the test above.
+    centered = [(scores["choice", 0] - 0.25) / 0.75, (scores["choice", 2] - 0.5) / 0.5]
+    assert found["core"] == pytest.approx(np.mean(centered))
+    three = [score * 3 for score in scores.values()]  # of three questions
+    assert three == pytest.approx(np.round(three))
+    assert "| choice | 1 | acc_norm | " in done.stdout
+    assert "unknown task 'choices' (did you mean choice?)" in done.stderr and "need --tasks" in done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "during/tasks.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["tasks"][0]["task"]) for line in lines] == [(2, "choice"), (4, "choice")]
 
 
 def test_without_the_harness_it_is_said_how_to_get_it(tmp_path):
