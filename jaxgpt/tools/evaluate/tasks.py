@@ -24,7 +24,9 @@ bigbench_qa_wikidata_generate_until 10 0, bigbench_dyck_languages_generate_until
 bigbench_cs_algorithms_generate_until 10 0, bigbench_operators_generate_until 10 0,
 bigbench_repeat_copy_logic_generate_until 10 0, bigbench_language_identification_multiple_choice 10 9.1
 """
-CORE = {(task, int(shots)): float(chance) / 100 for task, shots, chance in map(str.split, _CORE.split(","))}
+CORE: dict[tuple[str, int | None], float] = {
+    (task, int(shots)): float(chance) / 100 for task, shots, chance in map(str.split, _CORE.split(","))
+}
 SCORES = ("acc_norm", "acc", "exact_match", "em")  # the score of a task for CORE is the first that it has
 
 
