@@ -1,4 +1,4 @@
-"""Plan the training steps whose times llm.c, MaxText and nanochat publish: python published_steps.py NAME
+"""Plan the training steps whose times llm.c and MaxText publish: python published_steps.py NAME
 
 docs/planning.md has what this printed, and what they measured. The model, the batch, the recomputation and the devices
 are theirs; the compiled program is ours.
@@ -10,14 +10,14 @@ import sys
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0", "XLA_CLIENT_MEM_FRACTION": "0.9"}
 
-from jaxgpt import DataConfig, Experiment, GPTConfig, OptimConfig, ParallelConfig, TrainConfig
+from jaxgpt import DataConfig, Experiment, GPTConfig, ParallelConfig, TrainConfig
 from jaxgpt.config.presets import gpt2
 from jaxgpt.tools.plan.plan import format_plan, make_plan
 
 
 def gpt2_model(size: str) -> GPTConfig:
-    """Scan many layers, which compile in minutes otherwise."""
-    return dataclasses.replace(gpt2(size), vocab_size=50_304, dropout=0.0, scan_layers=size in ("774M", "1558M"))
+    """Scan the largest one's layers, which compile in minutes otherwise."""
+    return dataclasses.replace(gpt2(size), vocab_size=50_304, dropout=0.0, scan_layers=size == "1558M")
 
 
 LLAMA = GPTConfig(
@@ -36,26 +36,19 @@ LLAMA = GPTConfig(
     remat="dots",
 )
 WIDE = dataclasses.replace(LLAMA, n_head=64, head_dim=128, mlp_dim=28_672, remat="full")
-NANOCHAT = dataclasses.replace(
-    LLAMA, vocab_size=65_536, n_layer=20, n_head=10, n_embd=1280, mlp_dim=5120, activation="relu2", remat="none"
-)
-
-# topology, model, sequences per step, sequences per device at once, state sharded over, optimizer
+# topology, model, sequences per step, sequences per device at once, state sharded over
 SHAPES = {
-    "llmc-124M": ("8xa100-80", gpt2_model("124M"), 512, 64, 1, "adamw"),
-    "llmc-350M": ("8xa100-80", gpt2_model("350M"), 512, 64, 1, "adamw"),
-    "llmc-774M": ("8xa100-80", gpt2_model("774M"), 512, 32, 1, "adamw"),
-    "llmc-1558M": ("8xh100", gpt2_model("1558M"), 1024, 16, 1, "adamw"),
-    "nanochat-d20": ("8xh100", NANOCHAT, 256, 32, 1, "muon"),
-    "maxtext-7b-h100": ("8xh100", dataclasses.replace(LLAMA, block_size=4096), 32, 4, 8, "adamw"),
-    "maxtext-7b-v5e": ("v5e-256", LLAMA, 1024, 4, 256, "adamw"),
-    "maxtext-16b-v5e": ("v5e-256", WIDE, 1536, 6, 256, "adamw"),
-    "maxtext-32b-v5p": ("v5p-128", dataclasses.replace(WIDE, n_embd=8192, remat="dots"), 384, 6, 64, "adamw"),
+    "llmc-124M": ("8xa100-80", gpt2_model("124M"), 512, 64, 1),
+    "llmc-350M": ("8xa100-80", gpt2_model("350M"), 512, 64, 1),
+    "llmc-1558M": ("8xh100", gpt2_model("1558M"), 1024, 16, 1),
+    "maxtext-7b-h100": ("8xh100", dataclasses.replace(LLAMA, block_size=4096), 32, 4, 8),
+    "maxtext-7b-v5e": ("v5e-256", LLAMA, 1024, 4, 256),
+    "maxtext-16b-v5e": ("v5e-256", WIDE, 1536, 6, 256),
 }
 
 
 def planned(name: str) -> Experiment:
-    _, model, batch, micro, fsdp, optimizer = SHAPES[name]
+    _, model, batch, micro, fsdp = SHAPES[name]
     strategy = ParallelConfig(micro_batch_size=micro, loss_chunk=512)
     if fsdp > 1:
         strategy = dataclasses.replace(strategy, strategy="mesh", fsdp=fsdp)
@@ -63,7 +56,6 @@ def planned(name: str) -> Experiment:
         name=name,
         model=model,
         data=DataConfig(path="none", tokenizer="ids"),
-        optim=OptimConfig(name=optimizer),
         parallel=strategy,
         train=TrainConfig(batch_size=batch, steps=1000),
     )
