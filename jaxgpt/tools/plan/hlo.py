@@ -145,12 +145,12 @@ def iter_executions(
     """
     for x in within.instructions.values():
         yield x, times, launched, is_fused
-        is_launch = x.op == "fusion" or (x.op.endswith("-start") and x.kind not in COLLECTIVES)
+        is_launch = x.kind == "fusion" or (x.op.endswith("-start") and x.kind not in COLLECTIVES)
         if is_launch or x.op in ("while", "call", "conditional"):
             n = times * (_trip_count(x) if x.op == "while" else 1)
             launcher = launched or (within.name if is_launch else "")
             for inner in x.called:
-                yield from iter_executions(inner, n, launcher, is_fused=is_fused or x.op == "fusion")
+                yield from iter_executions(inner, n, launcher, is_fused=is_fused or x.kind == "fusion")
 
 
 def _trip_count(loop: Instruction) -> int:
@@ -188,26 +188,29 @@ def count_traffic(x: Instruction) -> float:
     for i, y in enumerate(x.inputs):
         arrays = [a for a in y.arrays if not a.on_chip]
         elements = None
-        if x.op == "fusion" and len(arrays) == 1:
+        if x.kind == "fusion" and len(arrays) == 1:
             elements = _elements_read(x.called[0].parameter(i))
         elif i == 0 and arrays:
             elements = _slice_read(x)
         whole = sum(a.bytes for a in arrays)
         read += whole if elements is None else min(whole, arrays[0].bits / 8 * elements)
-    if x.op == "fusion":
+    results = x.arrays
+    if x.kind == "fusion":
         outputs = _bytes_written(x.called[0].root)
-        if "kind=kCustom" in x.text:  # buffers of an asynchronous collective, passed through
+        if x.op == "fusion-start":  # on a GPU, in a loop; its operands come before its results
+            results = x.arrays[sum(len(y.arrays) for y in x.inputs) :]
+        elif "kind=kCustom" in x.text:  # buffers of an asynchronous collective, passed through
             for index in re.findall(r"\{(\d*)\}: \(\d+, ", x.attribute(r"output_to_operand_aliasing=\{(.*?)\}, [a-z]")):
                 outputs[int(index or 0)] = 0
     elif x.op in IN_PLACE:
         outputs = [sum(a.bytes for a in x.inputs[IN_PLACE[x.op]].arrays)]
     else:
         outputs = [a.bytes for a in x.arrays]
-    written = sum(size for size, a in zip(outputs, x.arrays, strict=False) if not a.on_chip)
+    written = sum(size for size, a in zip(outputs, results, strict=False) if not a.on_chip)
     if x.op == "custom-call":  # a Pallas kernel may read an operand several times, and states how often
         return max(read + written, float(x.attribute(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"') or 0))
     # Every start except that of an all-reduce returns its operands with its results.
-    returns_operands = x.op == "send" or (x.op.endswith("-start") and x.kind != "all-reduce")
+    returns_operands = x.op == "send" or (x.op.endswith("-start") and x.kind not in ("all-reduce", "fusion"))
     return max(written, read) if returns_operands else read + written
 
 
@@ -331,7 +334,7 @@ def read_program(text: str) -> Program:
             stated = x.attribute(r'"cost_estimate":\{"flops":"(\d+)"')
             custom_flops += times * float(stated or 0)
             silent_kernels += times if target == "tpu_custom_call" and not stated else 0
-        if x.op in ("custom-call", "fusion") and not is_fused:
+        if x.kind in ("custom-call", "fusion") and not is_fused:
             kernels.update({name: times for name, pattern in KERNELS.items() if re.search(pattern, x.text)})
         # An axis of size 1 in the mesh leaves collectives over one device, which send nothing.
         if (found := _read_collective(x, times, devices)) is None or len(found.group) == 1:

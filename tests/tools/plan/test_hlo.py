@@ -225,6 +225,10 @@ def test_slices_and_updates_count_what_they_move():
 """
     line = f"%y = bf16[8,64,64]{tiled} fusion(%w, %i, %u), kind=kLoop, calls=%fused"
     assert bytes_of(line, fused) == 2 * layer  # one layer read, one written; the update comes from on-chip memory
+    # A GPU starts some of a loop's fusions and goes on; the operands are results as well, and nothing counts twice.
+    operands = f"(bf16[8,64,64]{tiled}, s32[], bf16[1,64,64]{tiled})"
+    started = f"%y = ({operands}, bf16[8,64,64]{tiled}, u32[]) fusion-start(%w, %i, %u), kind=kLoop, calls=%fused"
+    assert bytes_of(started, fused) == 2 * layer
     scattered = fused.replace("dynamic-update-slice(%p0, %a, %p1, %p1, %p1)", "scatter(%p0, %p1, %p2)")
     assert bytes_of(line, scattered) == 2 * layer
 
