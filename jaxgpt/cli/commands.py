@@ -44,9 +44,10 @@ def evaluate(
     num_fewshot: NonNegativeInt | None = None,
     include_path: str | None = None,
 ) -> Result:
-    """Measure loss and perplexity of a run on held-out text, or its answers to tasks.
+    """Measure loss and perplexity of a run on held-out text.
 
-    Bits per byte and per character compare runs with different tokenizers.
+    Bits per byte and per character compare runs with different tokenizers. With --tasks, score the questions of
+    lm-evaluation-harness instead.
 
     Args:
         data: a UTF-8 text file, or conversations (.jsonl); None: the run's validation split
@@ -54,10 +55,10 @@ def evaluate(
             smaller stride takes longer and gives a lower loss; None: block_size, windows that do not overlap
         batch_size: windows per batch; None: the run's train.batch_size
         weights: dtype of the matrices, to measure what fewer bits cost; None: as trained
-        tasks: tasks of lm-evaluation-harness instead, such as hellaswag,arc_easy,piqa,lambada_openai, or core
+        tasks: tasks of the harness, such as hellaswag,arc_easy,piqa,lambada_openai, or core; None: the loss
         limit: questions of each task; None: all
         num_fewshot: solved examples before each question; None: the task's own number. core has its own
-        include_path: directory with task files of your own
+        include_path: directory with task files of your own; None: none
     """
     if any(x is not None for x in ((limit, num_fewshot, include_path) if tasks is None else (data, stride))):
         raise UserError("--limit, --num-fewshot and --include-path need --tasks, and --data and --stride go without it")
@@ -164,10 +165,9 @@ def plan(
     The step is not run. EXPERIMENT is as for `jaxgpt train`.
 
     Args:
-        topology: TPUs such as v5e:4x4 or v5litepod-16, two slices as 2xv5e:16x16, or GPUs such as 8xh100 or h200:8,
-            four hosts as 4x8xh100 or h200:4x8; None: this machine
-        tokens: tokens to train on, such as 10B; None: as many as train.steps are
-        price: dollars per device and hour
+        topology: such as v5e-8, v5p:2x2x4, 2xv5e:16x16, 8xh100 or 4x8xh200; None: this machine
+        tokens: tokens, as 10B; None: train.steps
+        price: USD per device-hour; None: not given
     """
     if topology is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # a plugin compiles; no device of this machine is wanted

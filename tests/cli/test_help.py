@@ -11,7 +11,7 @@ from jaxgpt.cli.main import COMMANDS, TOOLS, bind_command, main, usage
 from jaxgpt.cli.options import COMMON
 
 OPTION = re.compile(r"^│ (--[\w.-]+|\[?[A-Z]+\]? )")
-LINES = 70
+LINES = 74
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_the_help_of_an_experiment_is_short_and_names_the_rest(shown, argv):
     assert "--help-all" in lines[-1] and lines == shown(*argv, "-h")
     short, complete = options(lines), options(shown(*argv, "--help-all"))
     common = sum(len(names.split()) for names in COMMON.values()) - len(COMMON) + 1  # sections are not options
-    own = 3 if argv[0] == "train" else 2  # --run-dir, --fresh and --extend, or --topology and --json
+    own = 3 if argv[0] == "train" else 4  # --run-dir, --fresh and --extend, or --topology, --tokens, --price and --json
     assert len(short) == common + own
     assert short.keys() < complete.keys() and len(complete) > 90
 
