@@ -48,9 +48,8 @@ SAVE_EVERY, SAY_EVERY = 20.0, 10.0  # seconds between records of the progress, a
 START = [0, 0, 0]  # a position: source, row in it, piece of the row
 # Up to the last place where every pattern that `split_words` knows ends a word: a cut there changes no token.
 WORDS = re.compile(r"(?s).*\S(?:(?= )|\n(?=\S))")
-Row = tuple[
-    int, Iterable[str], Callable[[], int]
-]  # its number, parts of its text, and what tells the bytes read so far
+# A row's number, parts of its text, and what tells the bytes of its source read so far.
+Row = tuple[int, Iterable[str], Callable[[], int]]
 
 
 class Piece(NamedTuple):
