@@ -175,7 +175,8 @@ def test_what_is_learned_is_kept(source, tuned, tmp_path):
     assert_same(jaxgpt.load(tmp_path / "back").params, tuned.params)
     assert evaluate_run(tuned)["loss"] == pytest.approx(tuned.val_loss, rel=1e-5)
     card = (out / "README.md").read_text()
-    assert str(tuned.experiment.train.init_from) in card and "adapters of rank 2" in card
+    source = tuned.experiment.train.init_from
+    assert f"Starting from `{source.rpartition('/')[2]}`, by adapters of rank 2" in card and source not in card
 
 
 @pytest.mark.slow
