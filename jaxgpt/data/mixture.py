@@ -81,7 +81,7 @@ def assign_rows(weights: list[float]) -> tuple[list[tuple[int, int]], list[int]]
 
 
 def read_mixture(path: str | None) -> dict[str, float]:
-    """Return the weight of each source of `--data.path a:0.7,b:0.3`, or of a JSON file named *mixture.json.
+    """Return the weight of each source of `--data.path a:0.7,b:0.3`, or of a JSON file whose name ends in mixture.json.
 
     Sources in the file are relative to its folder. {}: the path is neither. Raises `UserError` for weights that are not
     positive or do not sum to 1, and for a source that cannot be mixed.
