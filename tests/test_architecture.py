@@ -197,7 +197,7 @@ BUDGET = {
     "the flat files": 2_090,
     "config": 1_080,
     "layers": 1_100,
-    "parallel": 1_640,
+    "parallel": 1_645,
     "data": 2_490,
     "sample": 2_445,
     "runs": 2_105,

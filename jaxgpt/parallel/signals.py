@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from jax.experimental import multihost_utils
@@ -78,6 +79,10 @@ def second_leaves_at_once(say: Callable[[str], None]) -> Iterator[None]:
     threading.Thread(target=watch, daemon=True, name="signals").start()
     try:
         yield
+    except KeyboardInterrupt as e:
+        if type(e) is KeyboardInterrupt:  # of a second signal, perhaps: then the thread ends the process meanwhile
+            time.sleep(0.5)
+        raise
     finally:
         signal.set_wakeup_fd(before)
         os.close(write)  # ends the thread
