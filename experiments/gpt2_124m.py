@@ -1,7 +1,7 @@
 """Train GPT-2 small from scratch, on tokens prepared by `jaxgpt prepare`, nanoGPT or llm.c.
 
 Reference   nanoGPT's reproduction: OpenWebText, 8 A100 for 4 days, 600,000 steps, validation loss about 2.85.
-Command     python experiments/gpt2_124m.py --data.path DIR      DIR: of jaxgpt prepare, of nanoGPT (train.bin, val.bin) or of llm.c
+Command     python experiments/gpt2_124m.py --data.path DIR      DIR has token files of jaxgpt prepare, nanoGPT or llm.c
             --data.tokenizer GPT2/tokenizer.json                 to print samples as text, not as token ids
 Hardware    an accelerator: one step is 491,520 tokens. On CPU the tests check its shapes, and run it at a reduced size.
 Result      not run at full size yet.

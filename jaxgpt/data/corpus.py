@@ -129,7 +129,7 @@ def fetch(url: str) -> Path:
             raise UserError(f"{url} has no .bin or .txt files: name a folder of token shards or texts, or a file")
         make_cache(directory := cache_directory() / "remote" / hashlib.sha256(url.encode()).hexdigest()[:24])
         record = directory.with_suffix(".json")
-        with filelock.FileLock(directory.with_suffix(".lock")):  # of the processes of a host, one downloads
+        with filelock.FileLock(directory.with_suffix(".lock")):  # one process of a host downloads
             held = read_json(record, 2**24) if record.exists() else {}
             for name in held.keys() - versions:
                 (directory / name).unlink(missing_ok=True)

@@ -31,7 +31,7 @@ class Mixture(Split):
         return sum(len(split) for _, split in self.parts.values())
 
     def training_rows(self, *, block_size: int, seed: int) -> RowReader:
-        """Return the reader of row n. The rows of each part are those of training on it alone, in their order."""
+        """Return the reader of row n. Each part gives the rows, in order, that training on it alone would have."""
         order, counts = assign_rows([weight for weight, _ in self.parts.values()])
         readers = [split.training_rows(block_size=block_size, seed=seed) for _, split in self.parts.values()]
 
@@ -67,7 +67,7 @@ def assign_rows(weights: list[float]) -> tuple[list[tuple[int, int]], list[int]]
     """Return, for each row of a period, its part and how many earlier rows that part had; and all its rows in a period.
 
     After any number of rows, each part has had its share of them, rounded up or down. This is the quota method (Balinski
-    and Young 1975): of the parts that have had less than their share, the next row goes to the one whose next is due first.
+    and Young 1975). Only parts that have had less than their share are considered. The row goes to the one that is due first.
     """
     shares = np.round(np.array(weights) * PERIOD).astype(int)
     shares[np.argmax(shares)] += PERIOD - shares.sum()

@@ -257,8 +257,8 @@ class Jinja:
 
     def write(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), prompt: bool = False) -> Written:
         """Render messages: see `Turns.write`. Raises `UserError` for tools and calls with special tokens in them."""
-        others = [tools, [{name: held for name, held in m.items() if name != "content"} for m in messages]]
-        spelled = json.dumps(others, ensure_ascii=False)
+        others = [{name: held for name, held in m.items() if name not in ("role", "content")} for m in messages]
+        spelled = json.dumps([tools, others], ensure_ascii=False) if tools or any(others) else ""
         if token := next((token for token in self.specials if token in spelled), None):
             raise UserError(f"the tools or their calls have {token!r}, a special token: take it out")
         text, answers = self._text(messages, tools, prompt=prompt)

@@ -141,8 +141,9 @@ class Offer:
         opening, middle = (r"\s*".join(map(re.escape, part.split())) for part in (self.opening, self.middle))
         pattern = re.compile(rf"{opening}({NAME.pattern}){middle}\s*")
         names = [tool["function"]["name"] for tool in self.tools]
-        calls, at, first = [], 0, text.find(self.opening.split()[0])
+        calls, at, content = [], 0, text
         while match := pattern.search(text, at):
+            content = content if calls else text[: match.start()].rstrip()
             try:
                 arguments, at = json.JSONDecoder().raw_decode(text, match.end())
             except (ValueError, RecursionError):
@@ -152,7 +153,7 @@ class Offer:
             function = {"name": match[1], "arguments": text[match.end() : at]}
             # Mistral's template needs nine characters.
             calls.append({"id": secrets.token_hex(5)[:9], "type": "function", "function": function})
-        return (text[:first].rstrip(), calls) if calls else (answer, [])
+        return (content, calls) if calls else (answer, [])
 
 
 def offer_tools(tools: tuple[Tool, ...], choice: Any, write: Callable[..., Any]) -> Offer | None:
@@ -184,8 +185,6 @@ def offer_tools(tools: tuple[Tool, ...], choice: Any, write: Callable[..., Any])
     written = after.removeprefix(before) if after.startswith(before) else ""
     found = re.match(r'(.*?\S.*?)the_name(.*?)\{\s*"the_key":\s*"value"\s*\}', written, re.DOTALL)
     if found is None:
-        raise UserError(
-            "the chat template of this run writes no calls of tools with arguments in JSON: leave tools out"
-        )
+        raise UserError("this run's chat template writes no calls with arguments in JSON: leave tools out")
     opening = found[1].rpartition("</think>")[2].lstrip()  # without what comes once, before the first call
     return Offer(tools=tools, required=must_call, begin=found[1] if must_call else "", opening=opening, middle=found[2])

@@ -32,8 +32,7 @@ class Grammar:
     words: Any  # llguidance's tokenizer
     text: str  # in llguidance's format
     vocab_size: int
-    closers: tuple[int, ...]  # tokens that end a text of JSON early, in the order in which they are tried
-    digit: int | None  # the one of them that may be repeated for ever
+    closers: dict[str, int]  # tokens that end a text of JSON early, in the order in which they are tried
     least: int | None = None  # tokens of a short completion; None: none was found
 
     def start(self) -> Constraint:
@@ -52,7 +51,7 @@ def compile_grammar(
     schema: dict[str, Any] | None = None,
     regex: str | None = None,
     choices: Sequence[str] | None = None,
-    lark: str | None = None,
+    calls: str | None = None,
 ) -> Grammar | None:
     """Return the grammar of what is given, or None. Raises `UserError` for what llguidance cannot follow.
 
@@ -61,9 +60,9 @@ def compile_grammar(
         schema: of JSON (draft 2020-12, without some keywords). Separators have one space after them, or none.
         regex: in Rust's syntax, for the whole completion. One that takes too long to compile is refused.
         choices: texts, of which the completion is one.
-        lark: a grammar in llguidance's own form.
+        calls: the grammar of calls of tools, in llguidance's own form.
     """
-    given = {"schema": schema, "regex": regex, "choices": choices, "lark": lark}
+    given = {"schema": schema, "regex": regex, "choices": choices, "calls": calls}
     named = [name for name, value in given.items() if value is not None]
     if not named:
         return None
@@ -76,8 +75,8 @@ def compile_grammar(
     (name,), words = named, _words(tokenizer)
     if regex is not None:
         text = LLMatcher.grammar_from_regex(regex)
-    elif lark is not None:
-        text = LLMatcher.grammar_from_lark(lark)
+    elif calls is not None:
+        text = LLMatcher.grammar_from_lark(calls)
     elif choices is not None:
         if not choices or not all(choices):
             raise UserError(f"choices={short(choices)}: needs at least one text, none empty")
@@ -89,9 +88,7 @@ def compile_grammar(
             text = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON)  # type: ignore[arg-type]
         except (ValueError, TypeError) as e:
             raise UserError(f"schema={short(schema)} is not JSON: {first_line(e)[:200]}") from None
-    closers = _find_closers(tokenizer)
-    ids = {"closers": tuple(closers.values()), "digit": closers.get("0")}
-    found = Grammar(words=words, text=text, vocab_size=tokenizer.vocab_size, **ids)
+    found = Grammar(words=words, text=text, vocab_size=tokenizer.vocab_size, closers=_find_closers(tokenizer))
     start = found.start()
     if not start.error and not start.can_begin():
         raise UserError(f"{name} cannot be followed: this tokenizer has no token with which it could begin")
@@ -220,8 +217,9 @@ class Constraint:
 
     def _try_closers(self, path: list[int]) -> list[int]:
         """Return a token that ends something, as one; none if there is none, or if it would be a second digit."""
-        valid = next((i for i in self._grammar.closers if self._matcher.validate_tokens([i])), None)
-        return [] if valid is None or (path[-1:] == [valid] and valid == self._grammar.digit) else [valid]
+        tried = self._grammar.closers.items()
+        name, token = next(((name, i) for name, i in tried if self._matcher.validate_tokens([i])), ("", -1))
+        return [] if not name or (name == "0" and path[-1:] == [token]) else [token]
 
     def _lead_on(self, path: list[int]) -> list[int]:
         """Return a token that may come now and could not come before, where others may only repeat; else any."""

@@ -326,10 +326,10 @@ class Served:
             top, is_scored = p.logprobs, p.echo and p.logprobs is not None
             top = 0 if top is None and best_of > p.n else top  # the completions are compared by them
         param, grammar = p.compile_grammar(self.run.tokenizer)
-        if offer is not None and (lark := offer.grammar(JSON)):
+        if offer is not None and (calls := offer.grammar(JSON)):
             _need(grammar is None, param, f"{param} and tool_choice: needs one of them")
             with _naming(param := "tools"):
-                grammar = compile_grammar(self.run.tokenizer, lark=lark)
+                grammar = compile_grammar(self.run.tokenizer, calls=calls)
         if grammar is not None:
             longest = max(len(ids) for _, ids in prompts)
             with _naming(param):

@@ -73,6 +73,7 @@ def test_what_is_no_call_is_the_answer():
     ):
         assert offer.read(answer) == (answer, [])
     content, calls = offer.read(f"I add. {good}\n{good.replace(': ', ':').replace('add', 'now')}")
+    assert offer.read(f"<tool_call> no {good}")[0] == "<tool_call> no"  # what is no call is not lost
     assert content == "I add." and [one["function"]["name"] for one in calls] == ["add", "now"]
 
 

@@ -158,7 +158,7 @@ def parse_slice(topology: str) -> tuple[int, str, str]:
     """Return the number of slices, the family and the shape of a topology such as "2xv5e:16x16".
 
     Google Cloud's names count chips, v5e-8 or v5litepod-8, but TensorCores, two to a chip, for v4 and v5p: v5p-64 has 32
-    chips (cloud.google.com/tpu/docs/v4 and /v5p, "AcceleratorType", read in November 2026).
+    chips (cloud.google.com/tpu/docs/v5p, "AcceleratorType", read in November 2026).
     """
     match = re.fullmatch(r"(?:([1-9][0-9]?)x)?(v4|v5e|v5litepod|v5p|v6e)(?::([0-9]+(?:x[0-9]+)*)|-([0-9]+))", topology)
     if not match:
