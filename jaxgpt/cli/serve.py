@@ -24,6 +24,7 @@ def serve(
     host: str = "127.0.0.1",
     port: Annotated[int, Interval(ge=0, le=65535)] = 8000,
     slots: Annotated[int, Interval(ge=1, le=256)] = 8,
+    reproducible: bool = False,
     weights: Precision | None = None,
     cache_dtype: Precision | None = None,
     prefix_cache_mb: Annotated[int, Interval(ge=0, le=2**20)] = 256,
@@ -44,6 +45,7 @@ def serve(
         host: address to listen on; 127.0.0.1: this machine alone
         port: port to listen on; 0: any that is free
         slots: completions that are generated together; four times as many may wait
+        reproducible: compute all slots in each step, whoever uses them, so that a request has the same bits in any company
         prefix_cache_mb: memory in MB for keys and values of prompts, which later prompts with the same beginning reuse
         api_key_file: a file with the key that clients must send; None: JAXGPT_API_KEY, or no key if that is not set
         no_key: listen beyond this machine without a key
@@ -78,6 +80,7 @@ def serve(
         cache_dtype=cache_dtype,
         prefix_bytes=prefix_cache_mb * 10**6,
         timeout=timeout,
+        reproducible=reproducible,
         log=say if log_prompts else None,
     )
     server.serve(app, listener, say)

@@ -1,7 +1,8 @@
 """Continuous batching: requests enter and leave the slots of one decoding state at any time.
 
 Of a request everything is data, the programs are those of `sample.state`, and no row of a batch depends on another:
-a request gives the same bits whatever else runs. The engine has no threads of its own; one thread calls it.
+of a fixed number of rows each gives the same bits whatever else runs. The engine has no threads of its own; one thread
+calls it.
 `generate` and `stream` continue a batch of prompts with an engine of their own.
 """
 
@@ -87,6 +88,7 @@ class Engine:
         max_stops: int = MAX_STOPS,
         prefix_bytes: int = 0,
         slides: bool = False,
+        resizes: bool = False,
     ):
         """Allocate the state.
 
@@ -100,21 +102,25 @@ class Engine:
             max_stops: stop tokens that a request may have.
             prefix_bytes: host memory for keys and values of prompts, which later prompts with the same beginning reuse.
             slides: at the end of the context go on, with the window of `generate`, and not end the completion.
+            resizes: compute 1, 2, 4, ... rows, as many as are occupied, and not one for each slot. Few take less time;
+                a logit may be rounded differently beside other requests.
         """
         self.model, self.params, self.slots = model, params, slots
         self.vocab_size, self.max_stops, self.slides = programs.known_ids(model, vocab_size), max_stops, slides
         columns = cache_columns(model) if columns is None else columns
+        # Numbers of rows of the decoding state, and the slot that each row is for.
+        self._sizes = [*(2**n for n in range(resizes * (slots - 1).bit_length())), slots]
+        self._rows: list[_Slot | None] = [None] * self._sizes[0]
         like, cached = jax.tree.leaves(params)[0], can_cache(model, params)
         # Of the prompt that is being read.
         self._scratch: KVCache = programs.allocate_cache(like, model, 1, columns, cache_dtype, cached)
         self._state = programs.DecodeState(
-            programs.allocate_cache(like, model, slots, columns, cache_dtype, cached),
-            programs.allocate_rows(like, slots, max_stops, self.vocab_size),
+            programs.allocate_cache(like, model, self._sizes[0], columns, cache_dtype, cached),
+            programs.allocate_rows(like, self._sizes[0], max_stops, self.vocab_size),
         )
         self._prefixes = programs.PrefixStore(prefix_bytes if self._scratch.is_columns else 0)
         self._slots: list[_Slot | None] = [None] * slots
         self._cached = [0] * slots  # tokens of each prompt whose keys and values were not computed again
-        self._allow_all = np.full((slots, self.vocab_size // 32 + 1), 2**32 - 1, np.uint32)
         self._waiting: collections.deque[_Slot] = collections.deque()
         self._reading: Iterator[programs.Chunk] | None = None  # of the first that waits
 
@@ -133,15 +139,15 @@ class Engine:
         return self._cached[slot]
 
     def warm_up(self) -> None:
-        """Compile all that a request can need."""
+        """Compile all that requests can need."""
         assert self.is_idle, "requests are running"
         prompt = [0] * min(chunk_size(self.model) + 1, self.model.config.block_size)
-        for _ in range(2):  # the second restores the chunk of the first
-            slot = self.submit(Request(prompt=prompt, key=jax.random.key(0), max_new_tokens=1))
-            self.step()
+        for size in [*self._sizes, 1]:  # the last restores the chunk of the first, and gives up rows
+            for number in range(size):
+                self.submit(Request(prompt=[0] if number else prompt, key=jax.random.key(0), max_new_tokens=1))
             self.finish_reading()
-            self._state = programs.replace_last(self._state, np.int32(slot), np.int32(0))
-            self.cancel(slot)
+            self.decode(1)
+            self._state = programs.release(programs.replace_last(self._state, np.int32(0), np.int32(0)), np.int32(0))
 
     def submit(self, request: Request) -> int:
         """Put a request into the first free slot and return the slot. `step` reads the prompt.
@@ -171,8 +177,17 @@ class Engine:
         if self._waiting and self._waiting[0].number == slot:
             self._reading = None
         self._waiting = collections.deque(found for found in self._waiting if found.number != slot)
-        self._slots[slot] = None
-        self._state = programs.release(self._state, np.int32(slot))
+        found, self._slots[slot] = self._slots[slot], None
+        if found is not None and found in self._rows:
+            row = self._rows.index(found)
+            self._state, self._rows[row] = programs.release(self._state, np.int32(row)), None
+
+    def _resize(self, size: int) -> None:
+        """Give the state another number of rows."""
+        running = [row for row, found in enumerate(self._rows) if found is not None]
+        rows = np.array([*running, *[0] * size][:size], np.int32)
+        self._state = programs.take_rows(self._state, rows, np.int32(len(running)))
+        self._rows = [*(self._rows[row] for row in running), *[None] * (size - len(running))]
 
     def step(self, burst: int = 8) -> list[Piece]:
         """Read at most one chunk of one prompt, then draw up to `burst` tokens in each slot whose prompt has been read."""
@@ -187,53 +202,59 @@ class Engine:
 
     def decode(self, burst: int = BURST) -> list[Piece]:
         """Draw up to `burst` tokens, at most BURST, in each slot whose prompt has been read; one if one has a grammar."""
-        running = [found for found in self._slots if found is not None and found not in self._waiting]
-        if not running:
+        if not (count := len(self._rows) - self._rows.count(None)):
             return []
-        steps, allowed_BW = min(burst, BURST, max(found.left for found in running)), self._allow_all
-        if is_masked := any(found.constraint is not None for found in running):
-            steps, allowed_BW = 1, allowed_BW.copy()
-            for found in running:
+        at = self._sizes.index(len(self._rows))
+        while at and count <= self._sizes[at - 1]:
+            at -= 1
+            self._resize(self._sizes[at])
+        running = [(row, found) for row, found in enumerate(self._rows) if found is not None]
+        steps = min(burst, BURST, max(found.left for _, found in running))
+        allowed_BW = np.full((len(self._rows), self.vocab_size // 32 + 1), 2**32 - 1, np.uint32)
+        if is_masked := any(found.constraint is not None for _, found in running):
+            steps = 1
+            for row, found in running:
                 if found.constraint is not None:
-                    found.constraint.fill(allowed_BW[found.number], found.request.stop_tokens)
+                    found.constraint.fill(allowed_BW[row], found.request.stop_tokens)
         self._state, drawn = programs.decode(
             self.model, self.params, self._state, np.int32(steps), BURST, allowed_BW, np.bool_(is_masked)
         )
-        if all(found.request.top_logprobs is None for found in running):
+        if all(found.request.top_logprobs is None for _, found in running):
             drawn = drawn.replace(top=None)  # which stays on the device
         drawn, pieces, block_size = jax.device_get(drawn), [], self.model.config.block_size
-        for found in running:
-            slot, count, is_replaced = found.number, int(drawn.count_B[found.number]), False
-            tokens, logprobs, top = drawn.tokens_BN[slot, :count].tolist(), [], []
+        for row, found in running:
+            count, is_replaced = int(drawn.count_B[row]), False
+            tokens, logprobs, top = drawn.tokens_BN[row, :count].tolist(), [], []
             found.left -= count
-            finish = "stop" if drawn.stopped_B[slot] else "length" if found.left == 0 else None
+            finish = "stop" if drawn.stopped_B[row] else "length" if found.left == 0 else None
             if found.constraint is not None and tokens:
-                tokens, finish = self._follow(found, tokens[0], finish)
-                is_replaced, count = tokens != drawn.tokens_BN[slot, :1].tolist(), len(tokens)
+                tokens, finish = self._follow(found, row, tokens[0], finish)
+                is_replaced, count = tokens != drawn.tokens_BN[row, :1].tolist(), len(tokens)
             found.tokens += tokens
             if finish:
-                self._slots[slot] = None
+                self._slots[found.number] = self._rows[row] = None
             elif not programs.has_unbounded_positions(self.model) and len(found.tokens) - 1 - found.first >= block_size:
                 # The last token is past the end of the position table.
                 found.first = len(found.tokens) - max(block_size // 2, 1)
                 self._waiting.append(found)
+                self._rows[row] = None
             if drawn.top is not None and (wanted := found.request.top_logprobs) is not None:
-                logprobs = [math.nan] * count if is_replaced else drawn.top.logprobs_BN[slot, :count].tolist()
-                ids, best = drawn.top.ids_BNA[slot, :count, :wanted], drawn.top.logprobs_BNA[slot, :count, :wanted]
+                logprobs = [math.nan] * count if is_replaced else drawn.top.logprobs_BN[row, :count].tolist()
+                ids, best = drawn.top.ids_BNA[row, :count, :wanted], drawn.top.logprobs_BNA[row, :count, :wanted]
                 top = [list(zip(i.tolist(), p.tolist(), strict=True)) for i, p in zip(ids, best, strict=True)]
             if tokens or finish:
-                pieces.append(Piece(slot, tokens, logprobs, top, finish))
+                pieces.append(Piece(found.number, tokens, logprobs, top, finish))
         return pieces
 
-    def _follow(self, found: _Slot, token: int, finish: str | None) -> tuple[list[int], str | None]:
-        """Let a slot's constraint take the token that was drawn. Return the tokens that count, and how it has finished."""
+    def _follow(self, found: _Slot, row: int, token: int, finish: str | None) -> tuple[list[int], str | None]:
+        """Let a row's constraint take the token that was drawn. Return the tokens that count, and how it has finished."""
         assert found.constraint is not None
         kept = found.constraint.push(token, found.left)
         if kept is not None and kept != token:
-            self._state = programs.replace_last(self._state, np.int32(found.number), np.int32(kept))
+            self._state = programs.replace_last(self._state, np.int32(row), np.int32(kept))
         if kept is None or found.constraint.is_complete:
             finish = "length" if found.constraint.error else "stop"
-            self._state = programs.release(self._state, np.int32(found.number))
+            self._state = programs.release(self._state, np.int32(row))
         return [] if kept is None else [kept], finish
 
     def _read_chunk(self) -> None:
@@ -272,7 +293,11 @@ class Engine:
             "top_B": number(-1 if request.top_logprobs is None else request.top_logprobs),
             "seen_BV": seen_V,
         }
-        self._state = programs.insert(self._state, np.int32(found.number), self._scratch, programs.Rows(**values))
+        if None not in self._rows:
+            self._resize(self._sizes[self._sizes.index(len(self._rows)) + 1])
+        row = self._rows.index(None)
+        self._rows[row] = found
+        self._state = programs.insert(self._state, np.int32(row), self._scratch, programs.Rows(**values))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The state of batched decoding, and the three programs that change it: `prefill`, `insert` and `decode`.
+"""The state of batched decoding, and the programs that change it, above all `prefill`, `insert` and `decode`.
 
 All shapes are fixed: a request is data, so that none compiles anything that another has not. Prompts are read into a
 cache of one row, in chunks of one size, and chunks that later prompts may share are kept.
@@ -248,6 +248,14 @@ def insert(state: DecodeState, slot: jax.Array, cache: KVCache, row: Rows) -> De
         return jax.lax.dynamic_update_slice_in_dim(buffer, new.reshape(1, *buffer.shape[1:]), slot, axis=0)
 
     return DecodeState(state.cache.insert(cache, slot, row.position_B), jax.tree.map(put, state.rows, row))
+
+
+@jax.jit
+def take_rows(state: DecodeState, rows_R: jax.Array, used: jax.Array) -> DecodeState:
+    """Return a state of R rows of another, of which the first `used` go on and the others are free."""
+    state = jax.tree.map(lambda x: x[rows_R], state)
+    left_R = jnp.where(jnp.arange(len(rows_R)) < used, state.rows.left_B, 0)
+    return state.replace(rows=state.rows.replace(left_B=left_R))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -60,6 +60,7 @@ def make_server(
     cache_dtype: Precision | None = None,
     prefix_bytes: int = 0,
     timeout: float = 300.0,
+    reproducible: bool = False,
     log: Callable[[str], None] | None = None,
 ) -> ASGIApp:
     """Return the ASGI application of a run, with everything compiled and its decoding thread started.
@@ -78,6 +79,7 @@ def make_server(
         cache_dtype=cache_dtype,
         max_stops=MAX_STOP_TOKENS + len({*served.stop_tokens, *(served.chat_stop_tokens or ())}),
         prefix_bytes=prefix_bytes,
+        resizes=not reproducible,
     )
     engine.warm_up()
 

@@ -9,9 +9,10 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.sample import Sampling
+from jaxgpt.sample import state as programs
 from jaxgpt.sample.engine import Engine, Request, generate, prompt_keys
 from jaxgpt.sample.score import score
-from tests.helpers import TINY, make_model
+from tests.helpers import FLOAT32_REORDERED, TINY, make_model
 
 C = 64
 CONFIG = dataclasses.replace(TINY, block_size=C, n_layer=2, n_embd=32, n_head=4, n_kv_head=2, position="rope")
@@ -111,9 +112,27 @@ def test_log_probabilities_and_alternatives_are_the_models():
         assert dict(best)[token] == logprob  # of three that could be drawn, among the best five
 
 
-def test_after_the_warm_up_nothing_compiles():
+def test_as_many_rows_are_computed_as_are_occupied(monkeypatch):
+    computed, decode = [], programs.decode
+
+    def count(*args):
+        computed.append(len(args[2].rows.left_B))
+        return decode(*args)
+
+    monkeypatch.setattr(programs, "decode", count)
+    engine = Engine(*lively(), slots=6, resizes=True)
+    for (tokens, logprobs, *rest), expected in zip(
+        serve(engine, requests(40)), serve(Engine(*lively(), slots=6), requests(40)), strict=True
+    ):
+        assert [tokens, *rest[1:]] == [expected[0], *expected[3:]]
+        np.testing.assert_allclose(logprobs, expected[1], **FLOAT32_REORDERED)
+    assert set(computed) == {1, 2, 4, 6}
+
+
+@pytest.mark.parametrize("resizes", [False, True])
+def test_after_the_warm_up_nothing_compiles(resizes):
     config = dataclasses.replace(CONFIG, block_size=300, position="learned")
-    engine = Engine(*make_model(config), slots=3, prefix_bytes=10**6)
+    engine = Engine(*make_model(config), slots=3, prefix_bytes=10**6, resizes=resizes)
     engine.warm_up()
     wanted = [
         dataclasses.replace(request, prompt=(request.prompt * 6)[: 300 - number])
@@ -154,10 +173,11 @@ def test_a_common_beginning_is_read_once_and_changes_no_bit():
     assert len(small._prefixes._chunks) == 1
 
 
-def test_a_cancelled_request_leaves_its_slot_and_the_others_alone():
+@pytest.mark.parametrize("resizes", [False, True])
+def test_a_cancelled_request_leaves_its_slot_and_the_others_alone(resizes):
     first, second, third = requests(3, seed=2)
     expected = serve(Engine(*lively(), slots=2), [second, third])
-    engine = Engine(*lively(), slots=2)
+    engine = Engine(*lively(), slots=2, resizes=resizes)
     slot, other = engine.submit(first), engine.submit(second)
     engine.step(1)
     engine.cancel(slot)  # while it is read, or decoded

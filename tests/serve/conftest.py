@@ -127,7 +127,7 @@ def faked(byte_run):
 
 def start_server(run):
     """The application over the engine of a run."""
-    return make_server(run, slots=4, say=lambda line: None, prefix_bytes=10**7, timeout=60.0)
+    return make_server(run, slots=4, say=lambda line: None, prefix_bytes=10**7, timeout=60.0, reproducible=True)
 
 
 @pytest.fixture(scope="session")

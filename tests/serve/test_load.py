@@ -46,7 +46,7 @@ LONG = {"prompt": "of", "max_tokens": CONTEXT - 8, "stream": True}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     run = tiny_run(tmp_path_factory.mktemp("load"), block_size=CONTEXT)
-    options = ("--slots", str(SLOTS), "--prefix-cache-mb", "8")  # which a few hundred prompts fill
+    options = ("--slots", str(SLOTS), "--reproducible", "--prefix-cache-mb", "8")  # which a few hundred prompts fill
     with serve(run, *options, lifetime=LIFETIME + REQUESTS / SLOWEST) as server:
         yield server
 
