@@ -199,7 +199,7 @@ BUDGET = {
     "layers": 1_100,
     "parallel": 1_645,
     "data": 2_490,
-    "sample": 2_490,
+    "sample": 2_475,
     "runs": 2_105,
     "hf": 1_320,
     "gguf": 680,
@@ -207,7 +207,7 @@ BUDGET = {
     "serve": 1_400,
     "cli": 1_135,
     "tools": 4_525,
-    "all of jaxgpt": 22_925,
+    "all of jaxgpt": 22_910,
     "tests": 25_900,
 }
 FILES = 130  # of the package

@@ -69,8 +69,7 @@ def make_server(
     """
     start, queue = time.perf_counter(), QUEUE * slots
     served = Served(run, slots=slots, queue=queue, names=names, any_name=any_name)
-    model, params = run.decode_params
-    vocab_size = run.tokenizer.vocab_size
+    (model, params), vocab_size = run.decode_params, run.tokenizer.vocab_size
     engine = Engine(
         model,
         params,
