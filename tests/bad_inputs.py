@@ -196,7 +196,7 @@ OPTIONS = [
     (["plan", "--topology", "v9:1x1"], "topology 'v9:1x1': needs v4, v5e, v5p or v6e"),
     (
         ["plan", "--topology", "h300:8"],
-        "or h100, h200, a100-80, b200, rtx6000pro and a number of GPUs, such as 8xh100 or h200:8",
+        "or h100, h200, a100-80, b200, rtx6000pro, rtx4090 and a number of GPUs, such as 8xh100 or h200:8",
     ),
     (["plan", "--topology", "v5e:3x3"], "v5e has no slice 3x3"),
 ]

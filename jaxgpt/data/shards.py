@@ -63,7 +63,8 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
     """Return the dataset of nanoGPT's train.bin and val.bin (bare uint16), or of llm.c's shards with a header.
 
     Files with the word val, valid or validation in their names are held out. Without any, the last `val_fraction` of
-    the tokens is. Beside them, nanoGPT's meta.pkl or a tokenizer.json is the tokenizer. Texts beside them are not read.
+    the tokens is. Beside them, nanoGPT's meta.pkl or a tokenizer.json is the tokenizer; if there is neither, a model whose
+    vocabulary size is known takes the ids as they are. Texts beside them are not read.
     """
     root, notes = Path(config.path or ""), []
     meta = (root if root.is_dir() else root.parent) / "meta.pkl"
@@ -79,6 +80,9 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
     elif config.tokenizer == "char" and is_there(beside, "Move it elsewhere."):
         tokenizer = load_tokenizer(beside)
         notes.append(f"the tokenizer is {beside}")
+    elif config.tokenizer == "char" and vocab_size is not None:
+        tokenizer = IdTokenizer(vocab_size)
+        notes.append(f"{config.path} has no tokenizer.json: samples are ids too, below model.vocab_size={vocab_size}")
     elif (tokenizer := open_tokenizer(config.tokenizer, "a text needs")) is None:
         instead = "" if text is None else f", or --data.path {text}"
         raise UserError(

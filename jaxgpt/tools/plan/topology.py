@@ -61,12 +61,15 @@ _HOPPER = (9, 0), _A, 132, 128, 1.98, 2048, 233_472, 232_448, 52_428_800
 _A100 = (8, 0), _N, 108, 64, 1.41, 2048, 167_936, 166_912, 41_943_040
 _B200 = (10, 0), _A, 148, 128, 1.965, 2048, 233_472, 232_448, 132_644_864
 _PRO = (12, 0), _N, 188, 128, 2.6, 1536, 131_072, 101_376, 134_217_728
+# Not among them: NVIDIA's "Ada GPU Architecture" (v2.1, appendix A), and its Ada Tuning Guide for threads and shared memory.
+_ADA = (8, 9), _N, 128, 128, 2.52, 1536, 102_400, 101_376, 75_497_472
 TARGETS = {
     "h100": Target("NVIDIA H100 80GB HBM3", *_HOPPER, 3_352_320_000_000),
     "h200": Target("NVIDIA H200", *_HOPPER, 4_800_000_000_000),
     "a100-80": Target("NVIDIA A100-SXM4-80GB", *_A100, 2_039_040_000_000),
     "b200": Target("NVIDIA B200", *_B200, 7_672_320_000_000),
     "rtx6000pro": Target("NVIDIA RTX PRO 6000 Blackwell Server Edition", *_PRO, 1_792_000_000_000),
+    "rtx4090": Target("NVIDIA GeForce RTX 4090", *_ADA, 1_008_000_000_000),
 }
 
 
