@@ -110,7 +110,7 @@ def test_token_files_need_their_tokenizer(tmp_path):
     with pytest.raises(UserError, match=r"needs --model\.vocab-size"):
         prepare(dataclasses.replace(config, tokenizer="ids"), block_size=8)
     known = prepare(config, block_size=8, vocab_size=1000)
-    assert known.fingerprint == bins(tmp_path).fingerprint and "has no tokenizer.json: samples are ids" in known.notes[0]
+    assert known.fingerprint == bins(tmp_path).fingerprint and "no tokenizer.json: samples are ids" in known.notes[0]
     (tmp_path / "text.txt").write_text("a text")
     with pytest.raises(UserError, match=rf"so tokenizer=char cannot be used: .*, or --data\.path {tmp_path}/text\.txt"):
         prepare(config, block_size=8)
