@@ -63,8 +63,7 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
     """Return the dataset of nanoGPT's train.bin and val.bin (bare uint16), or of llm.c's shards with a header.
 
     Files with the word val, valid or validation in their names are held out. Without any, the last `val_fraction` of
-    the tokens is. Beside them, nanoGPT's meta.pkl or a tokenizer.json is the tokenizer; if there is neither, a model whose
-    vocabulary size is known takes the ids as they are. Texts beside them are not read.
+    the tokens is. The tokenizer is nanoGPT's meta.pkl or a tokenizer.json beside them, else ids, if `vocab_size` is known.
     """
     root, notes = Path(config.path or ""), []
     meta = (root if root.is_dir() else root.parent) / "meta.pkl"
@@ -95,14 +94,12 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
     if len(held_out) == len(files):
         raise UserError(f"{root} has validation shards only ({files[0].name}): training needs some too")
     shards = {f: open_shard(f) for f in files}
-    limit = max(tokenizer.vocab_size, vocab_size or 0)
-    scanned = {f.name: scan(f, tokens, limit) for f, tokens in shards.items()}
+    scanned = {f.name: scan(f, tokens, max(tokenizer.vocab_size, vocab_size or 0)) for f, tokens in shards.items()}
     for name, made in index:
         if scanned.get(name) != made:
             wrong = "is not as it was made" if name in scanned else "is missing"
             raise UserError(f"{root / name} {wrong} (index.json has its tokens and SHA-256): fetch or prepare it again")
-    val = [shards[f] for f in held_out]
-    train = [tokens for f, tokens in shards.items() if f not in held_out]
+    train, val = [tokens for f, tokens in shards.items() if f not in held_out], [shards[f] for f in held_out]
     if held_out:
         more = f" and {len(val) - 3} more" if len(val) > 3 else ""
         notes.append(f"held out for validation: {', '.join(f.name for f in held_out[:3])}{more}")

@@ -52,8 +52,7 @@ PEAKS = {
     "NVIDIA B200": Peaks(2250e12, 191_514_411_008, 8e12, 900e9, 50e9),
     "NVIDIA RTX PRO 6000 Blackwell Server Edition": Peaks(503.8e12, 103_079_215_104, 1.597e12, 64e9),
     "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": Peaks(503.8e12, 103_079_215_104, 1.792e12, 64e9),
-    # Its "Ada GPU Architecture", v2.1: with sums in float32, as XLA's products have them, half of the rate with float16.
-    "NVIDIA GeForce RTX 4090": Peaks(165.2e12, 24 * 10**9, 1.008e12, 32e9),
+    "NVIDIA GeForce RTX 4090": Peaks(165.2e12, 24 * 10**9, 1.008e12, 32e9),  # "Ada GPU Architecture" v2.1, float32 sums
     # TPU: FLOP/s from cloud.google.com/tpu/docs/v4, /v5e, /v5p and /v6e; bandwidths from
     # jax-ml.github.io/scaling-book/tpus, where links are a tenth slower than in the data sheets (v5e: 1600 Gbit/s over 4
     # ports). Of the memory, programs can use 30.75, 15.75, 95.74 and 31.25 GiB on v4, v5e, v5p and v6e, by the

@@ -54,14 +54,13 @@ gpu_device_info {{
 """
 
 
-# Facts of github.com/openxla/xla, xla/backends/gpu/target_config/specs: h100_sxm, h200, a100_sxm_80, b200 and rtx6000pro
-# (.txtpb, at commit 4336d12 of 2026). XLA asks the driver for them where there is a GPU.
+# XLA asks the driver for these. Here by github.com/openxla/xla, xla/backends/gpu/target_config/specs (at 4336d12 of 2026):
+# h100_sxm, h200, a100_sxm_80, b200 and rtx6000pro; _ADA by NVIDIA's "Ada GPU Architecture" v2.1 and its Ada Tuning Guide.
 _A, _N = "ACCELERATED_FEATURES", "NONE"
 _HOPPER = (9, 0), _A, 132, 128, 1.98, 2048, 233_472, 232_448, 52_428_800
 _A100 = (8, 0), _N, 108, 64, 1.41, 2048, 167_936, 166_912, 41_943_040
 _B200 = (10, 0), _A, 148, 128, 1.965, 2048, 233_472, 232_448, 132_644_864
 _PRO = (12, 0), _N, 188, 128, 2.6, 1536, 131_072, 101_376, 134_217_728
-# Not among them: NVIDIA's "Ada GPU Architecture" (v2.1, appendix A), and its Ada Tuning Guide for threads and shared memory.
 _ADA = (8, 9), _N, 128, 128, 2.52, 1536, 102_400, 101_376, 75_497_472
 TARGETS = {
     "h100": Target("NVIDIA H100 80GB HBM3", *_HOPPER, 3_352_320_000_000),
