@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from logprobs import apply_model, need_extras, need_logits, pick_logprobs, sum_segments
-from preferences import PreferencesConfig
+from preferences import BothConfig, PreferencesConfig
 
 import jaxgpt
-from jaxgpt import DataConfig, Experiment, GPTConfig, ObjectiveConfig, OptimConfig, TrainConfig
+from jaxgpt import Experiment, GPTConfig, ObjectiveConfig, OptimConfig, TrainConfig
 from jaxgpt.batch import Batch
 from jaxgpt.config.validate import Interval, PositiveFloat, check_fields
 from jaxgpt.loss import HeadLoss, add_sown
@@ -83,10 +83,10 @@ class DPOConfig(ObjectiveConfig):
 sft = Experiment(
     name="post-sft",
     model=GPTConfig(
-        block_size=512,  # characters: a pair has up to 500
-        n_layer=3,
+        block_size=128,  # characters: a pair has up to 92
+        n_layer=2,
         n_head=4,
-        n_embd=96,
+        n_embd=64,
         bias=False,
         norm="rmsnorm",
         activation="swiglu",
@@ -94,11 +94,11 @@ sft = Experiment(
         qk_norm=True,
         residual_init="zero",
     ),
-    data=DataConfig(corpus="python-docs.jsonl"),
+    data=BothConfig(),
     optim=OptimConfig(
         name="muon", learning_rate=3e-3, schedule="wsd", warmup_steps=20, decay_fraction=0.4, min_lr_ratio=0.0
     ),
-    train=TrainConfig(steps=150, batch_size=4, eval_every=50, sample_tokens=0),
+    train=TrainConfig(steps=300, batch_size=8, eval_every=100, sample_tokens=0),
 )
 
 experiment = dataclasses.replace(
@@ -106,7 +106,7 @@ experiment = dataclasses.replace(
     name="post-dpo",
     data=PreferencesConfig(),
     objective=DPOConfig(),
-    optim=OptimConfig(learning_rate=1e-4, warmup_steps=5, weight_decay=0.0),
+    optim=OptimConfig(learning_rate=3e-4, warmup_steps=5, weight_decay=0.0),
     train=dataclasses.replace(sft.train, steps=40, eval_every=10, init_from="runs/post-sft"),
 )
 

@@ -11,7 +11,7 @@ Messages are written with the chat template. Texts are not, and end with the tok
 import dataclasses
 import functools
 import hashlib
-import re
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,12 @@ from logprobs import token_logprobs
 from jaxgpt import DataConfig, GPTConfig, UserError
 from jaxgpt.batch import Batch
 from jaxgpt.config.validate import Count, short
-from jaxgpt.data.conversations import Conversations, read_messages, tokenise
-from jaxgpt.data.corpus import find_corpus_files
+from jaxgpt.data.conversations import Conversations, tokenise
 from jaxgpt.data.pipeline import Dataset
 from jaxgpt.data.template import ChatTemplate, Written, check_message, find_template, index_specials
 from jaxgpt.data.template import fingerprint as template_fingerprint
 from jaxgpt.data.tokenizer import Tokenizer, fingerprint, load_tokenizer
-from jaxgpt.files import parse_json, read_lines
+from jaxgpt.files import cache_directory, make_cache, parse_json, read_lines, write_whole
 from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.runs.directory import read_metadata
 from jaxgpt.runs.pretrained import Weights, load_base, open_weights
@@ -41,9 +40,9 @@ Pair = dict[str, Any]  # by FIELDS: three lists of messages, or three texts
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferencesConfig(DataConfig):
-    """Pairs in a .jsonl file, `path`; None: answers of the corpus, each preferred when cut short."""
+    """Pairs in a .jsonl file, `path`; None: made ones, of `make_pairs`."""
 
-    corpus: str = "python-docs.jsonl"
+    corpus: str = "sums.jsonl"
     reference: str | None = None  # a run, or a model's directory; None: the weights that training starts from
     reference_batch: Count = 16  # rows that the reference reads at once
 
@@ -60,7 +59,7 @@ class PreferencesConfig(DataConfig):
         name, template = self.path or self.corpus, find_template(tokenizer, folder)
         encoded = [
             encode_pair(pair, where, tokenizer, template, model.block_size)
-            for where, pair in (make_pairs(self.corpus) if self.path is None else read_pairs(self.path))
+            for where, pair in (make_pairs() if self.path is None else read_pairs(self.path))
         ]
         train = int(len(encoded) * (1.0 - self.val_fraction))
         if not 0 < train < len(encoded):
@@ -142,12 +141,28 @@ def read_pairs(path: str | Path) -> Iterator[tuple[str, Pair]]:
         yield where, pair
 
 
-def make_pairs(corpus: str) -> Iterator[tuple[str, Pair]]:
-    """Yield the questions of a corpus, with the first clause of their answer as chosen, and the whole as rejected."""
-    for where, (*prompt, answer), _ in read_messages(find_corpus_files(corpus)[0]):
-        brief = re.split(r"[,;:(]| (?:which|that|if|and|or|as|with|by|when) ", answer["content"])[0].strip(" .") + "."
-        if len(brief) < len(answer["content"]):
-            yield where, {"prompt": prompt, "chosen": [answer | {"content": brief}], "rejected": [answer]}
+def make_pairs() -> Iterator[tuple[str, Pair]]:
+    """Yield the 100 sums of two digits in a random order: a bare answer is chosen, a wordy one rejected."""
+    for n in np.random.default_rng(0).permutation(100).tolist():
+        a, b = divmod(n, 10)
+        texts = {"prompt": f"{a} + {b}?", "chosen": f"{a + b}.", "rejected": f"It is {a + b}, I would say."}
+        roles = dict(zip(FIELDS, ("user", "assistant", "assistant"), strict=True))
+        yield f"{a} + {b}", {name: [{"role": roles[name], "content": text}] for name, text in texts.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BothConfig(DataConfig):
+    """Both answers of the made pairs, as conversations: what a model learns before it prefers one of them."""
+
+    corpus: str = "sums.jsonl"
+
+    def open_dataset(self, model: GPTConfig, *, known: dict[str, Any] | None = None) -> Dataset:
+        """Return the dataset of a file that is written into the cache."""
+        chats = [{"messages": pair["prompt"] + pair[name]} for _, pair in make_pairs() for name in FIELDS[1:]]
+        path = cache_directory() / "corpora" / self.corpus
+        make_cache(path.parent)
+        write_whole(path, "".join(f"{json.dumps(chat)}\n" for chat in chats))
+        return DataConfig.open_dataset(dataclasses.replace(self, path=str(path)), model, known=known)
 
 
 def encode_pair(
