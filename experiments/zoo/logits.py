@@ -1,6 +1,6 @@
 """What the objectives of this shelf share: a term of the training loss that reads the logits.
 
-It is no page: `z_loss.py`, `distillation.py` and `label_smoothing.py` import it.
+It is no page: `z_loss.py` and `label_smoothing.py` import it.
 """
 
 from collections.abc import Callable

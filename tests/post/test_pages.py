@@ -1,0 +1,234 @@
+"""experiments/post, from file to run: pairs, their reference, a teacher, and what cannot be."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from jaxgpt.batch import Batch
+from jaxgpt.cli.main import main
+from jaxgpt.errors import UserError
+from jaxgpt.fitting import fit
+from jaxgpt.loss import make_loss
+from jaxgpt.tools.evaluate.evaluate import evaluate_run
+from tests.helpers import TINY, make_model, tiny_experiment
+from tests.post.pages import FOLDER, distillation, dpo, grpo, logprobs, preferences
+
+ROWS = jax.random.randint(jax.random.key(0), (3, 9), 0, TINY.vocab_size)
+# A target that does not count may have any value, one outside the vocabulary too.
+MASK = jnp.ones((3, 8), bool).at[1, 3:].set(False)
+BATCH = Batch(ROWS[:, :-1], jnp.where(MASK, ROWS[:, 1:], -1), MASK)
+KEY = jax.random.key(1)
+EQUAL = dict(rtol=1e-3, atol=2e-4)  # gradients of 0.5 cross-entropy and 0.5 of what is 0 but for rounding
+OBJECTIVES = (dpo.DPOConfig(), grpo.GRPOConfig(), distillation.DistillationConfig())
+
+
+def run(loss, params, key=KEY):
+    nats, count, metrics = jax.jit(loss)(params, BATCH, key)
+    return float(nats), float(count), {name: float(x) for name, x in metrics.items()}
+
+
+def log_softmax(model, params, temperature=1.0):
+    logits = np.asarray(model.apply({"params": params}, BATCH.inputs_BT), np.float64) / temperature
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+# Distillation
+
+
+@pytest.fixture(scope="module")
+def teacher(text_file, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("teacher") / "run"
+    return fit(tiny_experiment(text_file, steps=2, sample_tokens=0), directory, progress=False, setup=False)
+
+
+def test_distillation_mixes_cross_entropy_and_divergence(teacher):
+    module, params = make_model(dataclasses.replace(teacher.model.config, n_layer=1), seed=5)
+    config = distillation.DistillationConfig(teacher=str(teacher.directory), weight=0.25, temperature=3.0)
+    nats, count, metrics = run(config.make_loss(module), params)
+    log_p, log_q = log_softmax(teacher.model, teacher.params, 3.0), log_softmax(module, params, 3.0)
+    kl = (np.exp(log_p) * (log_p - log_q)).sum(axis=-1)
+    targets = np.maximum(np.asarray(BATCH.targets_BT), 0)
+    ce = -np.take_along_axis(log_softmax(module, params), targets[..., None], axis=-1)[..., 0]
+    mask = np.asarray(MASK)
+    assert metrics["kl"] == pytest.approx(kl[mask].sum(), rel=1e-4)
+    assert nats == pytest.approx((0.75 * ce + 0.25 * 9.0 * kl)[mask].sum(), rel=1e-5) and count == mask.sum()
+
+
+def test_a_student_equal_to_its_teacher_has_nothing_to_learn_from_it(teacher):
+    plain = make_loss(teacher.model)
+    for more in ({}, {"direction": "reverse"}, {"top_k": 3}):
+        mixed = distillation.DistillationConfig(teacher=str(teacher.directory), **more).make_loss(teacher.model)
+        ours, cores = (
+            jax.jit(jax.grad(lambda p, loss=loss: loss(p, BATCH, KEY)[0]))(teacher.params) for loss in (mixed, plain)
+        )
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y / 2, **EQUAL), ours, cores)
+
+
+@pytest.mark.parametrize(
+    ("fields", "more", "said"),
+    [
+        ({"vocab_size": 7}, {}, r"has \d+ tokens .* student 7 and 8"),
+        ({"block_size": 16}, {}, "a context of 8, .* and 16"),
+        ({}, {"top_k": 10**4}, "top_k=10000: needs less than"),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_refused(teacher, fields, more, said):
+    module = dataclasses.replace(teacher.model.config, **fields).make_model()
+    with pytest.raises(UserError, match=said):
+        distillation.DistillationConfig(teacher=str(teacher.directory), **more).make_loss(module)
+
+
+def test_without_a_teacher_one_line_says_so(text_file, tmp_path, capfd):
+    options = {"--objective.teacher": tmp_path / "none", "--data.path": text_file, "--run-dir": tmp_path / "run"}
+    with pytest.raises(SystemExit) as end:
+        main(["train", str(FOLDER / "distillation.py"), *(str(x) for pair in options.items() for x in pair)])
+    err = capfd.readouterr().err.strip()
+    assert end.value.code == 2 and "\n" not in err and "objective.teacher: " in err and not (tmp_path / "run").exists()
+
+
+# What all have in common
+
+
+def test_validation_of_other_text_has_the_plain_loss(teacher):
+    module, params = make_model(dataclasses.replace(teacher.model.config), seed=5)
+    plain = run(make_loss(module), params, key=None)
+    for objective in (*OBJECTIVES[:2], distillation.DistillationConfig(teacher=str(teacher.directory))):
+        assert run(objective.make_loss(module), params, key=None) == plain
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_loss_in_chunks_is_refused(objective):
+    with pytest.raises(UserError, match="parallel.loss_chunk.*all logits"):
+        objective.make_loss(nn.Module(), head_loss=lambda: None)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES[:2])
+def test_rows_without_what_an_objective_needs_are_refused(objective):
+    with pytest.raises(UserError, match="needs Batch.extras with .*logprobs_BT"):
+        objective.make_loss(nn.Module())({}, BATCH, KEY)
+    with pytest.raises(UserError, match="optim.label_smoothing=0.1: .* leave the option out"):
+        objective.make_loss(nn.Module(), label_smoothing=0.1)
+
+
+def test_one_completion_has_no_advantage():
+    with pytest.raises(UserError, match="1 completion per prompt: .* at least 2"):
+        grpo.advantages(np.ones((3, 1)), scale=True)
+
+
+# Pairs
+
+
+@pytest.fixture(scope="module")
+def answering(tmp_path_factory):
+    """A model of both answers, that has learnt nothing yet."""
+    model = dataclasses.replace(TINY, vocab_size=None, block_size=128, position="rope")
+    experiment = dataclasses.replace(
+        dpo.sft, model=model, train=dataclasses.replace(dpo.sft.train, steps=2, batch_size=2)
+    )
+    return fit(experiment, tmp_path_factory.mktemp("answering") / "run", progress=False, setup=False)
+
+
+def prefer(answering, steps=2, **data):
+    train = dataclasses.replace(
+        dpo.experiment.train, steps=steps, batch_size=2, init_from=str(answering.directory), log_every=1
+    )
+    data = dataclasses.replace(dpo.experiment.data, reference_batch=4, **data)
+    return dataclasses.replace(dpo.experiment, data=data, train=train)
+
+
+def test_pairs_train_from_their_page_and_resume(answering, tmp_path):
+    """A policy equal to its reference has a margin of 0; a resumed run, whose tokenizer is its own, has the same one."""
+    lines: list[dict] = []
+    options = dict(progress=False, setup=False, callbacks=[lines.append], trust_code=True)
+    fit(prefer(answering), tmp_path / "run", **options)
+    trained = fit(prefer(answering, steps=4), tmp_path / "run", extend=True, **options)
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    assert sorted(losses) == [1, 2, 3, 4] and losses[1] == pytest.approx(math.log(2), abs=1e-5)
+    assert losses[4] != losses[1] and trained.experiment.data.reference is None
+    assert evaluate_run(trained)["loss"] == pytest.approx(trained.val_loss, rel=1e-5)
+
+
+def test_only_the_answers_own_tokens_count_and_the_reference_is_the_models(answering):
+    """In a row, a pair is two texts with one prompt, and the extras are the model's own log-probabilities."""
+    data = dataclasses.replace(dpo.experiment.data, tokenizer=str(answering.directory / "tokenizer.json"))
+    dataset = data.open_dataset(answering.model.config)
+    _, read = dataset.val.validation_rows(block_size=128, stride=128, max_tokens=None, prefix_length=0)
+    inputs, targets, mask, segments, extras = read(0)
+    texts = [dataset.tokenizer.decode(targets[mask & (segments == n)]) for n in (1, 2)]
+    assert texts[0].strip("\x03").strip(".").isdigit() and texts[1] == f"It is {texts[0][:-2]}, I would say.\x03"
+    prompts = [dataset.tokenizer.decode(inputs[~mask & (segments == n)]) for n in (1, 2)]
+    assert prompts[0] == prompts[1] and "?" in prompts[0]
+    batch = Batch(*(x[None] for x in (inputs, targets, mask, segments)))
+    found_T = logprobs.token_logprobs(answering.model, answering.params, batch)[0]
+    kept = segments > 0
+    np.testing.assert_allclose(extras["reference_logprobs_BT"][kept], found_T[kept], atol=1e-5)
+
+
+def test_a_pair_of_texts_ends_with_no_template(answering):
+    tokenizer = answering.tokenizer
+    pair = {"prompt": "1 + 1?", "chosen": "2.", "rejected": "12."}
+    ids, is_answer, *_ = preferences.encode_pair(pair, "here", tokenizer, answering.prompt_format.template, 128)
+    assert tokenizer.decode(ids) == "1 + 1?2." and tokenizer.decode(ids[is_answer]) == "2."
+
+
+SAID = [{"role": "user", "content": "1 + 1?"}]
+YES, NO = ([{"role": "assistant", "content": text}] for text in ("2.", "It is 12."))
+GOOD = {"prompt": SAID, "chosen": YES, "rejected": NO}
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        (GOOD | {"rejected": YES}, "pairs.jsonl:2: chosen and rejected are equal"),
+        ({"prompt": SAID, "chosen": YES}, "pairs.jsonl:2: got no rejected, needs an object with"),
+        (GOOD | {"chosen": "2."}, "pairs.jsonl:2: .* three texts, or three lists"),
+        (GOOD | {"chosen": SAID}, "pairs.jsonl:2: chosen needs to begin and end with a message of the assistant"),
+        (
+            GOOD | {"prompt": [{"role": "user", "content": "1 + " * 40}]},
+            "pairs.jsonl:2: the prompt has .* block_size=128",
+        ),
+        (GOOD | {"chosen": [{"role": "assistant", "content": "2" * 120}]}, None),
+    ],
+)
+def test_a_line_that_is_no_pair_is_named(answering, tmp_path, second, said):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(map(json.dumps, [GOOD, second, GOOD])))
+    data = dataclasses.replace(
+        dpo.experiment.data, path=str(path), tokenizer=str(answering.directory / "tokenizer.json"), val_fraction=0.4
+    )
+    if said is None:
+        note = data.open_dataset(answering.model.config).notes[-1]
+        assert note.startswith("1 pairs need more than block_size=128 and are left out; ")
+        return
+    with pytest.raises(UserError, match=said):
+        data.open_dataset(answering.model.config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"reference": "teacher"}, "data.reference: .* has another tokenizer"),
+        ({"reference": "none"}, "data.reference: "),
+        ({"tokenizer": "char"}, "name it with --train.init-from"),
+    ],
+)
+def test_a_reference_that_does_not_fit_is_refused(answering, teacher, tmp_path, fields, said):
+    fields = {"tokenizer": str(answering.directory / "tokenizer.json")} | fields
+    if "reference" in fields:
+        fields["reference"] = {"teacher": str(teacher.directory)}.get(fields["reference"], str(tmp_path))
+    with pytest.raises(UserError, match=said):
+        dataclasses.replace(dpo.experiment.data, **fields).open_dataset(answering.model.config)
+
+
+def test_a_reference_of_another_vocabulary_is_refused(answering):
+    data = dataclasses.replace(dpo.experiment.data, tokenizer=str(answering.directory / "tokenizer.json"))
+    for fields in ({"vocab_size": 99}, {"block_size": 256}):
+        with pytest.raises(UserError, match=r"has \d+ tokens and a context of 128, needs"):
+            data.open_dataset(dataclasses.replace(answering.model.config, **fields))
