@@ -1,11 +1,24 @@
-"""Does a preference for brief answers make a chat model brief?
+"""DPO: a model that gives a short answer as often as a wordy one learns from pairs which of them is wanted.
 
+Question    Does the preference reach prompts that no pair had, and does the model still get its sums right?
 Reference   DPO, Rafailov et al. 2023, arXiv:2305.18290, equation 7: with h the sum over an answer's tokens of
             log p - log p_reference, and m = h(chosen) - h(rejected), the loss of a pair is f(m) = -log sigmoid(beta m).
             label_smoothing e is the share of pairs that may be labelled the wrong way: (1 - e) f(m) + e f(-m)
             (conservative DPO, Mitchell 2023). IPO, Azar et al. 2023, arXiv:2310.12036, equation 17, has
             f(m) = (m - 1 / (2 beta))^2. normalise_length takes the mean over tokens for h, so that a long answer counts
             no more than a short one; TRL's "ipo" and "sigmoid_norm" do so.
+Data        the 100 sums of two digits, "7 + 8?", answered by "15." and by "It is 15, I would say.". The first stage
+            learns both answers to 90 of them, the second prefers the short one. Nothing sees the other 10 sums.
+            `--data.path pairs.jsonl` takes pairs of your own, in the format of `preferences.py`.
+Command     jaxgpt train experiments/post/dpo.py:sft --run-dir runs/post-sft
+            python experiments/post/dpo.py
+            jaxgpt sample runs/post-dpo --chat --prompt "7 + 8?"
+Expected    short answers to nearly all prompts, the 10 held-out sums among them, and as many right as before.
+Result      the validation loss falls from log 2 to 0.4627 in 40 steps, and every pair of the last batch is ranked right.
+            Of 90 answers drawn at temperature 1 to sums in the pairs, 38 were short before and 87 after, and of 90 to
+            the held-out sums 45 and 87. Right were 77 before and 66 after, and of the held-out 38 and 49. 44 s and
+            24 s on two shared cores of an AMD EPYC (family 25, model 17, AVX-512), 2026-11-25.
+Verdict     the preference reaches new prompts. The sums in the pairs suffer: DPO asks for short, not for right.
 """
 
 import dataclasses

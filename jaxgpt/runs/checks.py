@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import logging
 import sys
 import traceback
@@ -93,7 +94,9 @@ def check_model(experiment: Experiment, batch: Batch) -> None:
             flags.append(jnp.stack([early_differs(args[0] if args else None), early_differs(out)]))
             return out
 
-        extras: dict[str, Any] = {"segments_BT": rows.segments_BT} | (rows.extras or {})
+        own = inspect.signature(type(model).__call__).parameters  # other extras are the objective's
+        extras: dict[str, Any] = {"segments_BT": rows.segments_BT}
+        extras |= {name: x for name, x in (rows.extras or {}).items() if name in own}
         with nn.intercept_methods(watch):
             x_BTD = model.apply({"params": params}, jnp.asarray(tokens_BT), method="hidden_states", **extras)
         logits_BTV = model.apply({"params": params}, jnp.asarray(tokens_BT), **extras)

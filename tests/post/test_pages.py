@@ -12,12 +12,15 @@ from flax import linen as nn
 
 from jaxgpt.batch import Batch
 from jaxgpt.cli.main import main
+from jaxgpt.config import Experiment, GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
 from jaxgpt.loss import make_loss
+from jaxgpt.runs.checks import check_model
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from tests.helpers import TINY, make_model, tiny_experiment
 from tests.post.pages import FOLDER, distillation, dpo, grpo, logprobs, preferences
+from tests.post.test_invariance import CONFIG, PACKED, T, lay_out
 
 ROWS = jax.random.randint(jax.random.key(0), (3, 9), 0, TINY.vocab_size)
 # A target that does not count may have any value, one outside the vocabulary too.
@@ -120,6 +123,18 @@ def test_rows_without_what_an_objective_needs_are_refused(objective):
 def test_one_completion_has_no_advantage():
     with pytest.raises(UserError, match="1 completion per prompt: .* at least 2"):
         grpo.advantages(np.ones((3, 1)), scale=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnConfig(GPTConfig):
+    """A user's own model, which knows nothing of what an objective gets from the data."""
+
+
+def test_extras_of_an_objective_are_no_arguments_of_a_users_own_model():
+    model = OwnConfig(**dataclasses.asdict(CONFIG) | {"block_size": T})
+    experiment = Experiment(name="own", model=model, data=preferences.PreferencesConfig(), objective=dpo.DPOConfig())
+    check_model(experiment, lay_out(PACKED, T))
+    assert model.is_foreign
 
 
 # Pairs
