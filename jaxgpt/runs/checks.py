@@ -95,8 +95,7 @@ def check_model(experiment: Experiment, batch: Batch) -> None:
             return out
 
         own = inspect.signature(type(model).__call__).parameters  # other extras are the objective's
-        extras: dict[str, Any] = {"segments_BT": rows.segments_BT}
-        extras |= {name: x for name, x in (rows.extras or {}).items() if name in own}
+        extras = {name: x for name, x in (rows.extras or {}).items() if name in own} | {"segments_BT": rows.segments_BT}
         with nn.intercept_methods(watch):
             x_BTD = model.apply({"params": params}, jnp.asarray(tokens_BT), method="hidden_states", **extras)
         logits_BTV = model.apply({"params": params}, jnp.asarray(tokens_BT), **extras)
