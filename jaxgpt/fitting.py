@@ -190,6 +190,9 @@ def fit(
                         checkpoints.set_val_loss(start, val_loss)
                     val_loss = loop.log_validation(log, start, val_loss, config)
                     best = best if val_loss is None else min(best, val_loss)
+                is_new = progress and training.weights is not None and not start
+                if is_new and (before := validate(start, state)) is not None:
+                    log.say(f"validation loss of these weights, before the first step: {before:.4f}")
                 if (signal := caught(None)) is not None:
                     raise Preempted(f"{signal}: step {start} of {config.steps} is saved")
                 loop.train(

@@ -222,26 +222,28 @@ def import_model(
     )
 
 
-def export_model(run: str | None = None, *, to: Literal["gguf", "hf"], out: str, dtype: str | None = None) -> Result:
+def export_model(
+    run: str | None = None, *, to: Literal["gguf", "hf", "peft"], out: str, dtype: str | None = None
+) -> Result:
     """Write a run as GGUF or in Hugging Face's format.
 
     llama.cpp and ollama run the file, transformers and vLLM the directory.
 
     Args:
-        to: gguf: one file; hf: a directory
+        to: gguf: one file; hf: a directory; peft: a directory with the adapters alone
         out: the file or directory to write
         dtype: float32, float16, bfloat16, or for gguf q8_0; None: as in the run
     """
     find_run(run)
     configure_jax(computes=False)
     from jaxgpt.gguf.file import NAMES, parse_dtype
-    from jaxgpt.tools.convert import export_gguf, export_hf
+    from jaxgpt.tools.convert import export_gguf, export_hf, export_peft
 
     dtype = parse_dtype(dtype, [name for name in NAMES if to == "gguf" or name != "q8_0"])
     if to == "gguf":
         place = export_gguf(run, out, dtype=dtype)
         size = place.stat().st_size
         return Result({"out": str(place), "bytes": size}, f"{place}: {size:,} bytes")
-    place = export_hf(run, out, dtype=dtype)
+    place = (export_hf if to == "hf" else export_peft)(run, out, dtype=dtype)
     files = sorted(path.name for path in place.iterdir())
     return Result({"out": str(place), "files": files}, f"{place}: {', '.join(files)}")

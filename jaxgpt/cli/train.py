@@ -109,15 +109,13 @@ def label_own_text(experiment: Experiment, run_dir: str | None) -> Experiment:
 
 
 def choose_context(experiment: Experiment) -> Experiment:
-    """Return an experiment on conversations with a context for the longest, if it is open: at most 1,024 tokens."""
-    model, data, most = experiment.model, experiment.data, 1024
-    if not data.is_chat or model.block_size != CONTEXT_OF_WEIGHTS or experiment.train.init_from is not None:
+    """Return an experiment on conversations with a context, if it is open and not that of weights to start from."""
+    model = experiment.model
+    if not experiment.data.is_chat or model.block_size != CONTEXT_OF_WEIGHTS or experiment.train.init_from is not None:
         return experiment
-    from jaxgpt.data.conversations import Conversations
+    from jaxgpt.runs.pretrained import open_context
 
-    dataset = data.open_dataset(dataclasses.replace(model, block_size=most))
-    longest = max(int(s.needed.max()) for s in (dataset.train, dataset.val) if isinstance(s, Conversations))
-    context = min(most, -(-longest // 64) * 64)
+    context = open_context(experiment.data, model)
     return dataclasses.replace(experiment, model=dataclasses.replace(model, block_size=context))
 
 

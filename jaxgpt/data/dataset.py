@@ -263,6 +263,9 @@ def _open_conversations(config: DataConfig, entry: Path | None, block_size: int)
         f"{len(train.lengths):,} training and {len(val.lengths):,} validation conversations, in rows of {block_size} tokens "
         f"that are {train.filled:.1%} full"
     ]
+    if template_directory is not None and isinstance(template, chat.Turns):
+        turn = f"{template.before.format(role='user', Role='User')}...{template.end}"
+        notes.append(f"the tokenizer has no chat template: a turn is written as {turn!r}")
     shortened, left_out = train.shortened + val.shortened, train.left_out + val.left_out
     if shortened or left_out:
         ends = f"of which {shortened:,} end after the last answer that fits, and {left_out:,}" if shortened else "which"

@@ -22,11 +22,12 @@ import numpy as np
 from flax import traverse_util
 from jax.typing import DTypeLike
 
-from jaxgpt.config import GPTConfig
+from jaxgpt.config import GPTConfig, LoraConfig
 from jaxgpt.config.validate import short
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, open_file, open_whole, read_json, write_whole
 from jaxgpt.hf.family import EMBEDDING, HEAD, Family, join, split, their_shape
+from jaxgpt.lora import A, B
 from jaxgpt.model import GPT
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -265,6 +266,37 @@ def to_tensors(params: dict, family: Family, config: GPTConfig, dtype: DTypeLike
     return made
 
 
+def to_peft(
+    adapters: dict, lora: LoraConfig, family: Family, config: GPTConfig, dtype: DTypeLike | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of adapters by PEFT's names, and adapter_config.json. Needs `scan_layers` off.
+
+    A tensor that joins several matrices, such as GPT-2's c_attn, has one adapter, whose rank is the sum of theirs: the
+    a are side by side, and a b is zero outside the columns of its own matrix.
+    """
+    flat = {path: np.asarray(x, dtype) for path, x in _flatten(adapters).items()}
+    shapes, head_dim, tensors, ranks, is_conv = shapes_of(config), config.explicit().head_dim, {}, {}, False
+    assert head_dim is not None and lora.rank is not None
+    for rule in family.expand_rules(config, shapes):
+        inside = [path.removesuffix("kernel") for path in rule.ours]
+        if not (own := [path for path in inside if path + A in flat]):
+            continue
+        a_DR, b_RF = np.concatenate([flat[path + A] for path in own], axis=1), []
+        for path in inside:
+            zero_RF = np.zeros((lora.rank, shapes[f"{path}kernel"][1]), a_DR.dtype)
+            b_RF.append(np.concatenate([flat[path + B] if path == other else zero_RF for other in own]))
+        is_conv = rule.layout in ("same", "columns")  # transformers' Conv1D, which has [in, out]
+        joined, module = join(b_RF, rule.layout, head_dim), rule.theirs.removesuffix(".weight")
+        tensors[f"base_model.model.{module}.lora_A.weight"] = hold(a_DR.T)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = hold(joined.T if is_conv else joined)
+        ranks[module.rpartition(".")[2]] = a_DR.shape[1]
+    kind = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "fan_in_fan_out": is_conv}
+    joint = {name: rank for name, rank in ranks.items() if rank != lora.rank}
+    alphas = {name: lora.alpha * rank / lora.rank for name, rank in joint.items()}
+    size = {"r": lora.rank, "lora_alpha": lora.alpha, "rank_pattern": joint, "alpha_pattern": alphas}
+    return tensors, kind | size | {"target_modules": list(ranks), "lora_dropout": 0.0, "bias": "none"}
+
+
 def write(directory: Path, tensors: dict[str, Tensor], shard: int = SHARD) -> None:
     """Write one file, or an index and several files.
 
@@ -281,13 +313,13 @@ def write(directory: Path, tensors: dict[str, Tensor], shard: int = SHARD) -> No
         max_shard_size=shard,
     )
     for name, inside in plan.filename_to_tensors.items():
-        _write_one(directory / name, {name: tensors[name] for name in inside})
+        write_file(directory / name, {name: tensors[name] for name in inside})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         write_whole(directory / INDEX, json.dumps(index, indent=2) + "\n")
 
 
-def _write_one(file: Path, tensors: dict[str, Tensor]) -> None:
+def write_file(file: Path, tensors: dict[str, Tensor]) -> None:
     """Write the format (https://huggingface.co/docs/safetensors): length of the header, JSON header, elements.
 
     Not with the library, because it needs all tensors in memory at once.

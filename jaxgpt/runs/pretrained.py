@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jaxgpt.config import Experiment, GPTConfig
+from jaxgpt.config import DataConfig, Experiment, GPTConfig
 from jaxgpt.config.presets import CONTEXT_OF_WEIGHTS
 from jaxgpt.config.serialize import class_name
+from jaxgpt.data.conversations import Conversations
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, sha256
 from jaxgpt.hf.source import open_source
@@ -132,7 +133,7 @@ def resolve_init_from(
 ) -> tuple[Experiment, Callable[[], Weights] | None]:
     """Return (experiment, function that opens its weights), with the architecture and tokenizer that the weights have.
 
-    The context is at most that of the weights. Without `train.init_from` the function is None.
+    The context is at most that of the weights (open: see `open_context`). Without `train.init_from` the function is None.
     metadata: of a run to resume, which decides architecture, tokenizer and warm-up. None means a new run.
     """
     name, named = experiment.train.init_from, experiment.data.tokenizer
@@ -158,7 +159,19 @@ def resolve_init_from(
     own["block_size"] = min(experiment.model.block_size, weights.config.block_size)
     model = dataclasses.replace(weights.config, **own)
     data = dataclasses.replace(experiment.data, tokenizer=weights.tokenizer)
+    if experiment.model.block_size == CONTEXT_OF_WEIGHTS:
+        model = dataclasses.replace(model, block_size=open_context(data, model))
     return dataclasses.replace(experiment, model=model, data=data), lambda: weights
+
+
+def open_context(data: DataConfig, model: GPTConfig) -> int:
+    """Return the context for data, at most 1,024 and that of the model: for conversations what the longest needs."""
+    most = min(1024, model.block_size)
+    if not data.is_chat:
+        return most
+    dataset = data.open_dataset(dataclasses.replace(model, block_size=most))
+    longest = max(int(s.needed.max()) for s in (dataset.train, dataset.val) if isinstance(s, Conversations))
+    return min(most, -(-longest // 64) * 64)
 
 
 def load_base(metadata: RunMetadata, name: str | None = None) -> Weights:
@@ -193,12 +206,17 @@ def restore_merged_params(metadata: RunMetadata, checkpoints: Checkpoints, step:
         raise UserError(
             f"the run has only adapters, for {metadata.experiment.train.init_from}: {e}. {remedy}"
         ) from None
-    params = base.read(like)
+    params, adapters = base.read(like), restore_adapters(metadata, checkpoints, step, like)
+    shardings = jax.tree.map(lambda x: x.sharding, like)
+    return jax.jit(merge_adapters, static_argnums=0, out_shardings=shardings)(lora, adapters, params)
+
+
+def restore_adapters(metadata: RunMetadata, checkpoints: Checkpoints, step: int, like: Params) -> Params:
+    """Restore the adapters of a run, whole on each device. like: shapes and shardings of the model's parameters."""
+    lora = metadata.experiment.lora
     shapes = jax.eval_shape(lambda params: init_adapters(lora, jax.random.key(0), params), like)
-    adapters = with_shardings(shapes, _respecify(jax.tree.leaves(like)[0].sharding, lambda spec: ()))
-    return jax.jit(merge_adapters, static_argnums=0, out_shardings=jax.tree.map(lambda x: x.sharding, like))(
-        lora, checkpoints.restore_params(step, adapters), params
-    )
+    places = _respecify(jax.tree.leaves(like)[0].sharding, lambda spec: ())
+    return checkpoints.restore_params(step, with_shardings(shapes, places))
 
 
 def _respecify(sharding: Sharding, change: Callable[[tuple], tuple]) -> Sharding:

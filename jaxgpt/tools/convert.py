@@ -39,12 +39,15 @@ from jaxgpt.hf.source import (
     tokenizer_config,
     tokenizer_json,
 )
-from jaxgpt.hf.weights import DTYPES, SHARD, read_params, to_tensors, write
+from jaxgpt.hf.weights import DTYPES, SHARD, read_params, to_peft, to_tensors, write, write_file
 from jaxgpt.parallel.device import count_parameters
+from jaxgpt.parallel.multihost import whole_everywhere
+from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.run import Run, load_run
-from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
 from jaxgpt.runs.directory import RunMetadata, find_run, lock_run, read_metadata, write_metadata
 from jaxgpt.runs.metrics import read_metrics
+from jaxgpt.runs.pretrained import load_base, restore_adapters
 from jaxgpt.sample.quantize import unstack_layers
 
 
@@ -172,6 +175,12 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
     _check_empty(out, "--out")
     imported = _read_object(directory / HF_FOLDER / "config.json")  # of an imported model; else empty
     loaded, family, template = _load_to_export(read_metadata(directory), imported.get("model_type"))
+    config = loaded.model.config
+    if config.position == "rope" and imported.get("model_type") == family.model_type:
+        # Rows of training are as long as its data need; the model reads as much as its weights could before.
+        longest = max(config.block_size, family.read(imported).block_size)
+        model = loaded.model.clone(config=dataclasses.replace(config, block_size=longest))
+        loaded = dataclasses.replace(loaded, model=model)
     tensors = to_tensors(loaded.params, family, loaded.model.config, dtype)
     stored_as = DTYPES[next(iter(tensors.values())).kind].name
     ids = special_ids(loaded.tokenizer, _visible_end(loaded, template))
@@ -187,6 +196,43 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
             copy_files(directory / HF_FOLDER, out, [README])
         else:
             write_whole(out / README, _model_card(loaded, family))
+    except OSError as e:
+        raise UserError(f"cannot write to {out}: {e.strerror}. Name another directory with --out.") from None
+    return out
+
+
+def export_peft(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | None = None) -> Path:
+    """Write the adapters of a run, and its tokenizer, for PEFT, which adds them to the model that the run began from.
+
+    Arguments, result and errors: see `export_hf`. The run must have adapters, of a model in Hugging Face's format.
+    """
+    directory, out = find_run(run), Path(out)
+    _check_empty(out, "--out")
+    metadata = read_metadata(directory)
+    lora, base = metadata.experiment.lora, metadata.experiment.train.init_from
+    if lora.rank is None:
+        raise UserError(f"{directory} has no adapters (--lora.rank): export its parameters, with --to hf")
+    hf = _read_object(directory / HF_FOLDER / "config.json")
+    loaded, family, template = _load_to_export(metadata, hf.get("model_type"))
+    if (of := load_base(metadata).metadata) is not None:  # a run, which may have been imported
+        base = (of.imported or {}).get("from")
+    if base is None:
+        raise UserError(
+            f"{directory} adapts a run, and PEFT opens none: export it with the adapters merged, with --to hf"
+        )
+    if lora.frozen != "float32":
+        warnings.warn(
+            f"the adapters learnt on matrices in {lora.frozen}, and PEFT adds them to exact ones", stacklevel=2
+        )
+    model = metadata.model.make_model()
+    like = with_shardings(model.shapes(), whole_everywhere())
+    adapters = restore_adapters(metadata, open_checkpoints(directory), loaded.step, like)
+    tensors, config = to_peft(unstack_layers(model, adapters)[1], lora, family, loaded.model.config, dtype)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_file(out / "adapter_model.safetensors", tensors)
+        _write_json(out / "adapter_config.json", {"base_model_name_or_path": base} | config)
+        write_tokenizer(out, loaded, template)
     except OSError as e:
         raise UserError(f"cannot write to {out}: {e.strerror}. Name another directory with --out.") from None
     return out
