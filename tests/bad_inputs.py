@@ -187,6 +187,7 @@ OPTIONS = [
     (["import", "m.gguf", "--run-dir", "new"], "m.gguf is not a GGUF file"),
     (["export", "runs/tiny", "--to", "gguf", "--out", "t.txt"], "t.txt exists: name another file with --out"),
     (["export", "runs/tiny", "--to", "gguf", "--out", "new", "--dtype", "q4_0"], "dtype='q4_0': needs one of float32"),
+    (["export", "runs/tiny", "--to", "peft", "--out", "new"], "runs/tiny has no adapters (--lora.rank)"),
     (["export-hf", "runs/tiny", "--out", "with a file"], "with a file exists and is not empty"),
     (
         ["scale", "quickstart", "--minutes", "9"],

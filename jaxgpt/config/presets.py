@@ -54,7 +54,7 @@ def quickstart(*, chat: bool = False) -> Experiment:
 
 
 def finetune() -> Experiment:
-    """Return the fine-tuning of the weights that `train.init_from` names, with their architecture and context."""
+    """Return the fine-tuning of the weights of `train.init_from`, with as much of their context as the data need."""
     return Experiment(
         name="finetune",
         model=GPTConfig(block_size=CONTEXT_OF_WEIGHTS),

@@ -119,7 +119,8 @@ def test_the_documented_command_makes_a_model_better(learnt, chats, tmp_path, ad
     said = re.search(r"validation loss of these weights, before the first step: ([\d.]+)", capsys.readouterr().err)
     before = float(said[1])
     print(before, tuned.val_loss)  # for -rP
-    assert tuned.val_loss < before - 0.01 < 5.0  # of random weights: 5.55
+    least = 0.002 if adapters else 0.1  # nats; little is in the matrices of so small a model
+    assert tuned.val_loss < before - least < 5.0  # of random weights: 5.55
     assert [line["step"] for line in read_metrics(tuned.directory / "metrics.jsonl") if "val_loss" in line] == [40]
     assert tuned.model.config.block_size < 256
     assert open_weights(str(export_hf(tuned.directory, tmp_path / "out"))).config.block_size == 256
