@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from jaxgpt.cli.options import parse
 from jaxgpt.cli.sample import sample
 from jaxgpt.cli.serve import serve
 from jaxgpt.cli.train import resumed_run, train
-from jaxgpt.config.presets import EXPERIMENTS, quickstart
+from jaxgpt.config.presets import EXPERIMENTS, finetune, quickstart
 from jaxgpt.config.validate import suggest
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.jax_setup import configure_jax
@@ -113,7 +114,9 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
         else:
             metadata = resumed_run(arguments) if name == "train" else None
             is_chat = name == "train" and any(word.endswith(".jsonl") for word in arguments)
-            defaults["experiment"] = quickstart(chat=is_chat) if metadata is None else metadata.given
+            has_weights = any(re.match("--train.init[-_]from", word) for word in arguments)
+            preset = finetune() if has_weights else quickstart(chat=is_chat)
+            defaults["experiment"] = preset if metadata is None else metadata.given
     if isinstance(run, str):
         if name not in ("runs", "prepare"):  # which start no jax
             configure_jax()

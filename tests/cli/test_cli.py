@@ -16,7 +16,7 @@ import pytest
 from jaxgpt.cli.main import bind_command
 from jaxgpt.cli.train import choose_context, label_own_text
 from jaxgpt.config import DataConfig, TrainConfig
-from jaxgpt.config.presets import CONTEXT_OF_WEIGHTS, quickstart
+from jaxgpt.config.presets import CONTEXT_OF_WEIGHTS, finetune, quickstart
 from jaxgpt.data.tokenizer import CharTokenizer, fingerprint
 from tests.conftest import REPOSITORY
 from tests.helpers import edit_record, run_command
@@ -87,6 +87,13 @@ def test_the_default_context_holds_the_longest_conversation(tmp_path):
     lines = [turn.replace("x", "xy"), *[turn.replace("x" * 600, "x")] * 20]
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
     assert context(f"--data.path={tmp_path / 'chats.jsonl'}") == 1024  # and no more
+
+
+def test_weights_are_tuned_with_the_rate_of_finetune(tmp_path):
+    """The quickstart's Muon, with a rate for random weights, would ruin them."""
+    for word in ("--train.init-from", "--train.init_from"):
+        assert bind_command("train", word, "x").keywords["experiment"].optim == finetune().optim
+    assert bind_command("train").keywords["experiment"].optim == quickstart().optim
 
 
 @pytest.mark.slow
