@@ -24,7 +24,6 @@ def generate(
 
     Args:
         model: the model, of any attention.
-        params: its parameters.
         prompts_BT: int32, at least one token per row.
         key: of all draws.
         max_new_tokens: tokens to add.

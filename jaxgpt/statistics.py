@@ -73,7 +73,6 @@ def count_pairs_needed(deviation: float, difference: float, *, level: float, pow
 
     Args:
         deviation: standard deviation of the differences between pairs.
-        difference: the true difference.
         level: two-sided significance level.
         power: probability of finding the difference.
     """

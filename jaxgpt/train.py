@@ -103,8 +103,6 @@ def train_step(
     since the last one taken; and with `skip_spikes` "median", that of the norms before the step.
 
     Args:
-        state: the state before the step.
-        batch: the rows of this step.
         key: the run's key. Dropout in step t uses `fold_in(key, t)`, so that a resumed run draws what an uninterrupted
             one would.
         loss_fn: the loss to minimise, such as that of `loss.make_loss`.

@@ -146,7 +146,6 @@ class Result:
         return self.value
 
     def __str__(self) -> str:
-        """Return the text."""
         return self.text
 
 

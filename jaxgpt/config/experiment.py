@@ -49,7 +49,6 @@ class DataConfig:
     val_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.1
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         check_fields(self)
         for name in ("path", "tokenizer"):
             if getattr(self, name) == "":
@@ -116,7 +115,6 @@ class LoraConfig:
     frozen: Literal["float32", "int8"] = "float32"
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         check_fields(self)
         if not self.targets:
             raise UserError("lora.targets is empty: name matrices that shall have adapters, such as q v")
@@ -152,7 +150,6 @@ class ParallelConfig:
     check_replicas_every: PositiveInt | None = 100
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         check_fields(self)
         sizes = (self.data, self.fsdp, self.tensor)
         if 0 in sizes or sizes.count(-1) > 1:
@@ -182,7 +179,6 @@ class Experiment:
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         check_fields(self)
         if not self.name.replace("-", "").replace("_", "").isalnum() or len(self.name.encode()) > 200:
             raise UserError(f"name={short(self.name)}: needs letters, digits, '-' and '_' only, at most 200 bytes")

@@ -100,7 +100,6 @@ class GPTConfig:
     remat: Literal["none", "dots", "full"] = "none"
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         check_fields(self)
         if self.head_dim is None and self.n_embd % self.n_head:
             near = f"take n_embd={nearest_multiples(self.n_embd, self.n_head)}, or other heads"

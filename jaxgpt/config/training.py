@@ -55,7 +55,6 @@ class OptimConfig:
     max_skipped: PositiveInt = 10  # steps skipped in a row, as spikes or as not finite, that end the run
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         check_fields(self)
         for name in ("learning_rate", "muon_learning_rate")[: 1 + (self.name == "muon")]:
             rate = getattr(self, name)
@@ -114,7 +113,6 @@ class TrainConfig:
     sample_temperature: NonNegativeFloat = 0.8  # temperature of the sample at the end
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         check_fields(self)
         if self.init_from == "":
             raise UserError("train.init_from is empty: name a run or a model, or leave the option out")

@@ -244,7 +244,6 @@ class Conversations(Split):
         return len(rows), lambda n: self.row(self._members(self._packing[0], rows[n]) if n < len(rows) else empty)
 
     def __len__(self) -> int:
-        """Return the number of tokens in all conversations."""
         return int(self.lengths.sum())
 
     def read(self, number: int) -> tuple[np.ndarray, np.ndarray]:

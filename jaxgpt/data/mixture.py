@@ -27,7 +27,6 @@ class Mixture(Split):
         self.parts = parts
 
     def __len__(self) -> int:
-        """Return the number of tokens of all parts."""
         return sum(len(split) for _, split in self.parts.values())
 
     def training_rows(self, *, block_size: int, seed: int) -> RowReader:

@@ -23,9 +23,7 @@ RowReader = Callable[[int], tuple[Any, ...]]  # index of a row -> that row of ea
 class Split(Protocol):
     """One split of a dataset, cut into rows of `block_size` inputs."""
 
-    def __len__(self) -> int:
-        """Return the number of tokens."""
-        ...
+    def __len__(self) -> int: ...
 
     def training_rows(self, *, block_size: int, seed: int) -> RowReader:
         """Return a function from n to the n-th row of an endless run: epoch after epoch, each in its own order."""
@@ -47,7 +45,6 @@ class Tokens(Split):
         self._ends = np.cumsum([len(s) for s in shards])
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def read(self, start: int, length: int) -> np.ndarray:
@@ -171,7 +168,6 @@ def validation_batches(
     """Yield a split in batches of one shape, with every target once. The last batch is padded and masked.
 
     Args:
-        data: the split.
         block_size: inputs per row.
         batch_size: rows per batch.
         stride: tokens from the start of one window to the next; half the stride costs twice the work. All targets but

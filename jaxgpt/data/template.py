@@ -320,7 +320,6 @@ def find_template(tokenizer: Tokenizer, directory: Path | None) -> ChatTemplate:
     """Return the chat template of a tokenizer. Raises `UserError` for damaged files.
 
     Args:
-        tokenizer: the tokenizer.
         directory: the directory of its tokenizer.json. Its own template is in chat_template.jinja, or in
             tokenizer_config.json, perhaps as one of several with names. None means that the tokenizer was made here.
     """

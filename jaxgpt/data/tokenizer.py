@@ -85,7 +85,6 @@ class CharTokenizer(Tokenizer):
     """One id per Unicode character, in code point order, as in nanoGPT and sancho-mini."""
 
     def __init__(self, characters: Iterable[str]):
-        """Make the vocabulary of the distinct characters. Raises `UserError` if there are none."""
         self.characters = "".join(sorted(set(characters)))
         self.saved = {"jaxgpt": "char", "characters": self.characters}
         self.vocab_size = len(self.characters)
@@ -143,7 +142,6 @@ class IdTokenizer(Tokenizer):
     """Bare ids, for token files without a tokenizer: the text is the ids, separated by spaces."""
 
     def __init__(self, vocab_size: int):
-        """Accept ids below `vocab_size`."""
         self.vocab_size = vocab_size
         self.saved = {"jaxgpt": "ids", "vocab_size": vocab_size}
 
@@ -171,7 +169,6 @@ class BPETokenizer(Tokenizer):
     """A `Tokenizer` of Hugging Face's `tokenizers`: GPT-2's, Llama 3's, or one trained here."""
 
     def __init__(self, text: str):
-        """Load the text of a tokenizer.json. Raises `UserError` if it is damaged."""
         self._json, self._tokenizer = text, _load(text, specials=False)
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1  # not the number of ids, which may have gaps

@@ -81,7 +81,6 @@ def tokenizer_fields(
     """Return the fields of GGUF for a tokenizer, as Python values: lists are arrays, ids are unsigned.
 
     Args:
-        tokenizer: the tokenizer.
         vocab_size: number of rows of the embedding. Those without a token get a name.
         chat_template: a chat template in Jinja, or None.
         ends: ids that end a text, the usual one first and that of a chat's turns last. Empty means the tokenizer's own.

@@ -68,8 +68,6 @@ def ablate_all(
     arXiv:2211.00593); zero ablation removes that too.
 
     Args:
-        model: the model.
-        params: its parameters.
         tokens_BT: at least two rows, over which intervals are computed: documents or windows of held-out text.
         by: replace the part's output by zero, or by its mean over the positions that predict targets that count.
         mask_BT: bool, targets that count (not padding), for tokens 1, 2 ... of each row, [B, T - 1]. None means all.
@@ -116,8 +114,6 @@ def patch(model: GPT, params: Params, into_T: Any, source_T: Any, place: str, me
     2022, arXiv:2202.05262; by heads, Wang et al. 2022, arXiv:2211.00593.
 
     Args:
-        model: the model.
-        params: its parameters.
         into_T: token ids of the text that is patched.
         source_T: token ids of the text that the activations come from, as many.
         place: where, in each layer (`model.PLACES`): "heads", "queries" or "pattern" by head; "keys" or "values" by
@@ -209,7 +205,6 @@ def logit_attribution(model: GPT, params: Params, tokens_T: Any, token: int, oth
 
     Args:
         model: a model with norm_position="pre" and without logit_softcap.
-        params: its parameters.
         tokens_T: token ids.
         token: id of the token whose logit counts as positive.
         other: id of the token whose logit counts as negative.
@@ -270,8 +265,6 @@ def induction_scores(model: GPT, params: Params, tokens_BT: Any, *, period: int)
     Source: Olsson et al. 2022, arXiv:2209.11895, whose induction heads have high scores on repeated random tokens.
 
     Args:
-        model: the model.
-        params: its parameters.
         tokens_BT: rows that repeat after `period` tokens, such as those of `repeat_random_tokens`.
         period: length of the repeated segment, in tokens.
 
@@ -332,8 +325,6 @@ def fit_jacobian_lens(model: GPT, params: Params, tokens_BT: Any, *, skip_first:
     Jacobian is the identity, has no entry.
 
     Args:
-        model: the model.
-        params: its parameters.
         tokens_BT: a sample of text; the cost is D backward passes.
         skip_first: positions at the start of each row to leave out, which often attend to nothing but themselves. The
             last position is left out as well, as in the paper.

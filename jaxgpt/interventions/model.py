@@ -306,8 +306,6 @@ def run(model: GPT, params: Params, tokens_BT: Any, edits: Sequence[Edit] = (), 
     """Return logits and activations of a model under edits.
 
     Args:
-        model: the model.
-        params: its parameters.
         tokens_BT: token ids, at most block_size per row.
         edits: applied in their order.
         read: names of the activations to return, after the edits: "embedding", "h_0/heads" ... (see `PLACES`).

@@ -71,7 +71,6 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, *, keep_last: int = 1, keep_every: int | None = None):
-        """Open a directory, which need not exist."""
         self._directory = directory.absolute()
         self._keep_last, self._keep_every = keep_last, keep_every
         self._writer: ocp.AsyncCheckpointer | None = None

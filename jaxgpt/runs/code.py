@@ -306,7 +306,6 @@ def find_class(
     Args:
         base: the class of which it must be a subclass.
         name: "module:Class".
-        directory: the run directory.
         digests: those of the code that the run was trained with. None: it was in no file.
         trusted: run the code even if this user has not trained with it here.
 

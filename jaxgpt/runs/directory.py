@@ -120,7 +120,6 @@ class Origin:
     model: GPTConfig  # their architecture, with the fields that the experiment decides
 
     def __post_init__(self) -> None:
-        """Check the fields. Raises `UserError`."""
         check_fields(self)
 
 
@@ -141,7 +140,6 @@ class RunMetadata:
     code: dict | None  # SHA-256 of each file of its own classes, kept in code/; None: it has none, or no file
 
     def __post_init__(self) -> None:
-        """Check the fields. Raises `UserError`."""
         check_fields(self)
         if (self.given.train.init_from is None) != (self.origin is None):
             raise UserError(f"train.init_from={self.given.train.init_from}, but origin {short(self.origin)}")

@@ -33,7 +33,6 @@ class Metrics:
     """What is counted from one start to the end."""
 
     def __init__(self) -> None:
-        """Start at zero."""
         prometheus_client.disable_created_metrics()  # a time of creation beside each counter and histogram
         self.registry = prometheus_client.CollectorRegistry()
         common = {"namespace": "jaxgpt", "registry": self.registry}

@@ -23,7 +23,6 @@ class Arrays:
     """Arrays of a page, concatenated, of which its data hold references; and the distinct tokens that it shows."""
 
     def __init__(self) -> None:
-        """Start without arrays and tokens."""
         self._raw = bytearray()
         self.words: dict[int, int] = {}  # index by token id, in order of insertion
 

@@ -59,7 +59,6 @@ class Overview:
         return [dataclasses.asdict(row) for row in self.rows]
 
     def __str__(self) -> str:
-        """Return the table."""
         return format_rows(self.rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
 
 

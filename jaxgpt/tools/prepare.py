@@ -71,7 +71,6 @@ class Prepared:
     index: dict[str, Any]
 
     def __str__(self) -> str:
-        """Return a summary."""
         said = []
         for split, name in zip(SPLITS, ("training", "validation"), strict=True):
             shards = [shard for shard in self.index["shards"] if shard["file"].startswith(split)]

@@ -55,7 +55,6 @@ class ReplayResult:
         return parse_json(render_json(dataclasses.asdict(self), not_finite=str), "the replay")
 
     def __str__(self) -> str:
-        """Return what was found in lines."""
         logged = "not logged" if self.logged is None else str(self.logged.get("skipped", self.logged.get("loss")))
         verdict = {True: " (the same)", False: " (different)", None: ""}[self.equal]
         found = f"""\
@@ -146,7 +145,6 @@ class AuditResult:
         return dataclasses.asdict(self) | {"accepted": self.accepted, "is_whole": self.is_whole}
 
     def __str__(self) -> str:
-        """Return the verdict, what differs, and what was compared."""
         more = len(self.findings) - MOST_PRINTED
         exact = f"within {self.tolerance:g}" if self.tolerance else "bit for bit"
         lines = [

@@ -51,7 +51,6 @@ class Report:
         return self.summary
 
     def __str__(self) -> str:
-        """Return the verdict, and where the page is."""
         size = f"{len(self.html.encode()) / 1e3:,.0f} kB"
         return f"{self.summary['experiment']}: {self.summary['verdict']}\n{self.page}: {size}; open it in a browser"
 
@@ -221,7 +220,6 @@ class SuffixArray:
     """Index of a corpus for substring search (Manber and Myers 1993; libdivsufsort)."""
 
     def __init__(self, text: str):
-        """Index a corpus. Raises `UserError` without the pydivsufsort package."""
         try:
             import pydivsufsort
         except ImportError:

@@ -63,7 +63,6 @@ class Study:
     seeds: int
 
     def __str__(self) -> str:
-        """Return the tables in Markdown."""
         head = ["variant", "mean", "standard deviation", "difference from the first", "verdict"]
         head.append(f"seeds to see {DETECT}")
         parts, tests = [], 0

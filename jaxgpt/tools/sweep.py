@@ -72,7 +72,6 @@ class Axis:
         return min(max(value, self.low), self.high)
 
     def __str__(self) -> str:
-        """Return the axis as --over takes it."""
         values = ",".join(map(str, self.choices)) if self.choices else f"{self.low:g}..{self.high:g}"
         return f"{self.field}={values}"
 
@@ -151,7 +150,6 @@ def draw_points(axes: Sequence[Axis], trials: int, seed: int) -> list[dict[str, 
     field as evenly as its own sweep would.
 
     Args:
-        axes: the swept fields.
         trials: number of points. Fewer are returned where whole numbers or choices repeat.
         seed: of the sequence.
     """
@@ -189,7 +187,6 @@ class Trial:
         return float(np.mean(finite)) if len(finite) == len(self.losses[-1]) else math.inf
 
     def __str__(self) -> str:
-        """Return its number and its point in words."""
         return f"trial {self.trial}, {', '.join(f'{field}={value}' for field, value in self.point.items())}"
 
 
@@ -212,7 +209,6 @@ class SweepResult:
         return {"rounds": rounds, "trials": trials, "gap": gap}
 
     def __str__(self) -> str:
-        """Return a table in Markdown, and what it means."""
         steps = [f"{r.steps:,} steps" for r in self.rounds]
         steps[-1] += ", new seeds (95%)"
         rows = []

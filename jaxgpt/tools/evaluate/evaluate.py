@@ -42,7 +42,6 @@ def evaluate_run(
     """Return the loss of a run on its validation split or on a file, with every target scored once.
 
     Args:
-        run: the run to evaluate.
         path: conversations (.jsonl) or a text, after its tokenizer's prefix. None: the validation split.
         stride: tokens from the start of one window to the start of the next: a target has more than block_size - stride
             tokens of context, except in the first window. None means block_size, windows without overlap.

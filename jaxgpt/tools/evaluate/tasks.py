@@ -50,7 +50,6 @@ def evaluate_tasks(
     """Return what a run scores on tasks of the harness.
 
     Args:
-        run: the run to evaluate.
         tasks: names of tasks or of groups; "core" stands for those of CORE, each with its own number of shots.
         limit: questions of each task. None means all.
         num_fewshot: solved examples before each question. None means the task's own number.

@@ -70,7 +70,6 @@ def make_plan(
 
     Args:
         experiment: the experiment. The size of its vocabulary is replaced.
-        vocab_size: the size of the vocabulary.
         topology: a TPU slice such as "v5e:4x4", which libtpu compiles for, or GPUs such as "h200:8", which JAX's CUDA
             plugin compiles for. None means this machine.
         say: receives a line of text for each attempt.

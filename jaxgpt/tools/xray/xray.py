@@ -87,8 +87,6 @@ def capture_activations(model: GPT, params: Params, tokens: list[int], vocab_siz
     """Return all activations on one text.
 
     Args:
-        model: the model.
-        params: its parameters.
         tokens: at most block_size token ids.
         vocab_size: the number of token ids that are not padding. None means all.
     """
@@ -212,7 +210,6 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None, corp
     It shows surprise, attention, norms, the residual stream, MLP units, the logit lens, embeddings and sampling.
 
     Args:
-        run: the run.
         prompt: the text, or its token ids.
         data: a UTF-8 file to search for the top activating examples of each MLP unit. None: the run's training text.
         corpus_tokens: tokens of that text to read, spread evenly over it. 0 means none.
