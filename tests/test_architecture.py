@@ -64,7 +64,7 @@ HOMES = {
     "gguf": ["gguf.file"],
     "huggingface_hub": ["hf.source", "hf.weights"],
     "tyro": ["cli.options"],
-    "rich": ["runs.log", "tools.overview"],
+    "rich": ["runs.log", "tools.overview", "tools.prepare"],
     "starlette": ["serve.app", "serve.responses", "serve.server"],
     "uvicorn": ["serve.server"],
     "lm_eval": ["tools.evaluate.lm_eval_model", "tools.evaluate.tasks"],

@@ -31,6 +31,8 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from jaxgpt.config.validate import Count, Fraction, Interval
 from jaxgpt.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, fingerprint, load_tokenizer, train_bpe
@@ -170,7 +172,7 @@ def write_shards(
     shards = {split: Shard(place, split, index, *index["open"].get(split, START)) for split in SPLITS}
     pieces = read_pieces([*names], given["column"], given["val_fraction"], index["at"])
     encoded, starts = encode_all(pieces, tokenizer, place / "tokenizer.json", workers), [0, *names.values()]
-    saved, total = time.monotonic(), sum(starts) if all(starts[1:]) else None
+    saved, total, done = time.monotonic(), sum(starts) if all(starts[1:]) else None, 0
     with contextlib.closing(encoded), show_progress(total, say) as tell:
         for last, size, tokens in encoded:
             closed = len(index["shards"])
@@ -181,7 +183,8 @@ def write_shards(
                     if count == given["shard_tokens"]:
                         shards[split].finish()
                         shards[split] = Shard(place, split, index, number + 1)
-            tell(sum(starts[: last.following[0] + 1]) + last.read, size)
+            done += size
+            tell(done if total is None else sum(starts[: last.following[0] + 1]) + last.read)
             if len(index["shards"]) > closed or time.monotonic() - saved > SAVE_EVERY or index["at"] == START:
                 index |= {"at": last.following, "open": {split: shard.sync() for split, shard in shards.items()}}
                 write_whole(path, render_json(index, indent=1))
@@ -257,28 +260,22 @@ def delete(place: Path, keep: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def show_progress(total: int | None, say: Callable[[str], None]) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on a terminal, elsewhere a line now and then. Yield what counts (bytes read of all sources, of text)."""
-    is_terminal, began, first, done = sys.stderr is not None and sys.stderr.isatty(), time.monotonic(), -1, 0
-    said = began
+def show_progress(total: int | None, say: Callable[[str], None]) -> Iterator[Callable[[int], None]]:
+    """Show a bar on a terminal, elsewhere a line now and then. Yield what is told the bytes so far."""
+    columns = (BarColumn(bar_width=24), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(compact=True))
+    is_terminal, said = sys.stderr is not None and sys.stderr.isatty(), time.monotonic()
+    of_total = "" if total is None else f" of {total / 1e6:,.0f}"
 
-    def tell(read: int, size: int) -> None:
-        nonlocal first, done, said
-        done, first, now = done + size, read if first < 0 else first, time.monotonic()
-        if now - said < (0.2 if is_terminal else SAY_EVERY):
-            return
-        said, text = now, f"{done / 1e6:,.0f} MB · {done / 1e6 / (now - began):,.1f} MB/s"
-        if total is not None and read > first:  # the speed of this call alone says what is left
-            left = int((now - began) * (total - read) / (read - first))
-            text = f"{read / total:.0%} · {text} · {left // 60}:{left % 60:02d} left"
-            text = f"{'━' * (24 * read // total):24} {text}" if is_terminal else text
-        sys.stderr.write(f"\r{text}\033[K") if is_terminal else say(text)
+    def tell(done: int) -> None:
+        nonlocal said
+        bar.update(task, completed=done)
+        if not is_terminal and time.monotonic() - said > SAY_EVERY:
+            said = time.monotonic()
+            say(f"{done / 1e6:,.0f}{of_total} MB")
 
-    try:
+    with Progress(*columns, console=Console(stderr=True), disable=not is_terminal) as bar:
+        task = bar.add_task("", total=total)
         yield tell
-    finally:
-        if said > began and is_terminal:
-            sys.stderr.write("\n")
 
 
 # Sources.
