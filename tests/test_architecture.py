@@ -68,7 +68,6 @@ HOMES = {
     "starlette": ["serve.app", "serve.responses", "serve.server"],
     "uvicorn": ["serve.server"],
     "lm_eval": ["tools.evaluate.lm_eval_model", "tools.evaluate.tasks"],
-    "pydivsufsort": ["tools.report"],
     "pyarrow": ["tools.prepare"],
     "datasets": ["tools.prepare"],
 }

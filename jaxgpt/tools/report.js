@@ -1,4 +1,4 @@
-// The report page: losses, samples, memorisation, speed and configuration of a run.
+// The report page: losses, samples, speed and configuration of a run.
 
 const s = data.summary;
 
@@ -74,20 +74,6 @@ function samples() {
     ...(kept.length ? kept.flat() : [h("p", { class: "quiet" }, "The run has no checkpoints.")]));
 }
 
-function memory() {
-  const m = s.memorisation;
-  if (!m) return section("memorisation", "Memorisation", h("p", { class: "quiet" }, s.why_no_memorisation));
-  const share = (x) => (x === null ? "–" : percent(x));
-  const overlaps = (found) => table("longest stretches that occur word for word in the training text", ["characters", "text:"],
-    found.overlaps.map((one) => [[...one.text].length, h("td", { class: "text wide" }, one.text.replaceAll("\n", "↵"))]));
-  return section("memorisation", "Memorisation",
-    h("p", {}, `${m.samples} generated texts, ${m.written.characters.toLocaleString("en")} characters in all, compared with the training text. Held-out text of the same length shows how much overlap to expect without memorisation.`),
-    table("share of character n-grams that do not occur in the training text", ["n", "generated", "held out"],
-      Object.keys(m.written.novel).map((n) => [n, share(m.written.novel[n]), share(m.held_out.novel[n])])),
-    h("h3", {}, "Generated"), h("div", { id: "written" }, overlaps(m.written)),
-    h("h3", {}, "Held out"), h("div", { id: "held-out" }, overlaps(m.held_out)));
-}
-
 function speed() {
   const t = s.throughput;
   const rate = (x) => (x === null ? "–" : Math.round(x).toLocaleString("en"));
@@ -114,7 +100,7 @@ begin(async () => {
     ["best validation loss", best.best === null ? "–" : `${number(best.best, 5)} at step ${best.at.toLocaleString("en")}`],
     ["parameters", s.parameters.toLocaleString("en")],
   ];
-  const sections = [losses(), samples(), memory(), speed(), configuration()];
+  const sections = [losses(), samples(), speed(), configuration()];
   document.body.append(
     h("a", { class: "skip", href: "#losses" }, "skip to the losses"),
     h("header", {}, h("h1", {}, data.title), h("dl", { class: "facts" }, ...facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))))),

@@ -1,4 +1,4 @@
-"""Summarise a run: losses, speed, samples, and how much of them is memorised. `report.js` draws the page."""
+"""Summarise a run: losses, speed and samples. `report.js` draws the page."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config import Experiment, differences, to_dict
-from jaxgpt.config.validate import Count, Size, check_count
-from jaxgpt.data.pipeline import Tokens
+from jaxgpt.config.validate import Size, check_count
 from jaxgpt.errors import UserError
 from jaxgpt.files import new_file, render_json, write_whole
 from jaxgpt.parallel.device import count_parameters
@@ -20,14 +19,9 @@ from jaxgpt.run import Run, load, load_run
 from jaxgpt.runs.checkpoint import open_checkpoints
 from jaxgpt.runs.directory import find_run
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.runs.training import reopen_dataset
 from jaxgpt.tools.html_page import Arrays, render_html, round_numbers
 
 RISE = 0.01  # relative rise above the best validation loss that counts as worse
-MOST_TEXT = 2**26  # leading tokens of the training text that are searched for memorised text
-LENGTHS = (5, 10, 20, 50)  # n of the n-grams, in characters
-SHOWN = 5  # longest overlaps that are reported
-SAMPLED = 200  # most tokens of each checkpoint's sample
 # Curves of the page, and their names in metrics.jsonl.
 CURVES = {
     "training": "loss",
@@ -55,33 +49,29 @@ class Report:
         return f"{self.summary['experiment']}: {self.summary['verdict']}\n{self.page}: {size}; open it in a browser"
 
 
-def report(
-    run: str | Path | None, *, out: str | None = None, force: bool = False, samples: Count = 4, tokens: Size = 400
-) -> Report:
+def report(run: str | Path | None, *, out: str | None = None, force: bool = False, tokens: Size = 200) -> Report:
     """Summarise a run as an HTML page and JSON.
 
-    The page has losses, speed and samples, and how much of the samples is memorised.
+    The page has losses, speed, and a sample of each checkpoint.
 
     Args:
         run: run directory; None: the newest under runs/
         out: the directory for report.html and summary.json; None: the run directory
         force: overwrite files that exist
-        samples: number of texts to generate and to compare with the training text
-        tokens: tokens per text
+        tokens: tokens per sample
     """
     directory = find_run(run)
     folder = directory if out is None else Path(out)
     page = new_file(str(folder / "report.html"), force=force)
     new_file(str(folder / "summary.json"), force=force or page.exists())  # it belongs to the page that is replaced
-    summary, html = make_report(load(directory), samples=samples, tokens=tokens)
+    summary, html = make_report(load(directory), tokens=tokens)
     write_whole(page, html)
     write_whole(folder / "summary.json", render_json(summary, indent=1, ensure_ascii=False) + "\n")
     return Report(page=page, summary=summary, html=html)
 
 
-def make_report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[str, Any], str]:
+def make_report(run: Run, *, tokens: int = 200) -> tuple[dict[str, Any], str]:
     """Return (the content of `summary.json`, the HTML page) of a run; see `report`."""
-    samples, tokens = check_count("samples", samples), check_count("tokens", tokens)
     lines = read_metrics(run.directory / "metrics.jsonl")
     curves = {  # (step, value); null, which was not finite, becomes nan
         curve: [(line["step"], math.nan if line[name] is None else line[name]) for line in lines if name in line]
@@ -93,10 +83,6 @@ def make_report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[
     verdict = f"{learning} from the start" if since is None else f"{learning} since step {since:,}"
     best, at = min(finite, default=(None, None))
     rates = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
-    try:
-        memorization, why_no_memorization = _measure_memorization(run, samples, tokens), ""
-    except UserError as e:
-        memorization, why_no_memorization = None, f"Not measured: {e}"
     summary: dict[str, Any] = {
         "run": str(run.directory),
         "experiment": run.experiment.name,
@@ -115,9 +101,7 @@ def make_report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[
         },
         "parameters": count_parameters(run.model.shapes()),
         "device": run.metadata.device,
-        "samples": _sample_checkpoints(run, min(tokens, SAMPLED)),
-        "memorisation": memorization,
-        "why_no_memorisation": why_no_memorization,
+        "samples": _sample_checkpoints(run, check_count("tokens", tokens)),
         "configuration": to_dict(run.experiment),
     }
     changed = differences(run.experiment, Experiment(name=run.experiment.name))
@@ -188,89 +172,3 @@ def _sample_checkpoints(run: Run, tokens: int) -> list[dict[str, Any]]:
         val_loss = run.val_loss if step == run.step else None
         samples.append({"step": step, "prompt": prompt, "text": text, "val_loss": val_loss})
     return samples
-
-
-def _measure_memorization(run: Run, samples: int, tokens: int) -> dict[str, Any]:
-    """Compare generated texts, and as much held-out text, with the training text. Raises `UserError` without it."""
-    if run.metadata.imported is not None:
-        raise UserError("the model was imported without its training text.")
-    if run.experiment.data.is_packed:
-        raise UserError("the run was trained on conversations or pairs, not on a text.")
-    try:
-        dataset = reopen_dataset(run.metadata, run.experiment.data, remedy="put that text back")
-    except UserError as e:  # a run that was copied to another machine
-        raise UserError(f"the training text could not be read: {e}") from None
-    train, val, decode = dataset.train, dataset.val, run.tokenizer.decode
-    if not isinstance(train, Tokens) or not isinstance(val, Tokens):
-        raise UserError("the run was trained on a mixture, not on a text.")
-    corpus = SuffixArray(decode(train.read(0, min(len(train), MOST_TEXT))))
-    prompt = run.experiment.train.sample_prompt
-    try:
-        run.tokenizer.encode(prompt)
-    except UserError:
-        prompt = ""
-    generated = [str(run.sample(prompt, max_new_tokens=tokens, seed=seed)) for seed in range(samples)]
-    starts = np.linspace(0, max(len(val) - tokens, 0), samples).astype(int)
-    held_out = [decode(val.read(int(start), min(tokens, len(val)))) for start in starts]
-    parts = {"written": generated, "held_out": held_out}
-    return {"samples": samples} | {name: measure_novelty(corpus, texts) for name, texts in parts.items()}
-
-
-class SuffixArray:
-    """Index of a corpus for substring search (Manber and Myers 1993; libdivsufsort)."""
-
-    def __init__(self, text: str):
-        try:
-            import pydivsufsort
-        except ImportError:
-            raise UserError("this needs the pydivsufsort package: python -m pip install 'jaxgpt[report]'") from None
-        self._search, self.bytes = pydivsufsort.sa_search, text.encode()
-        self._suffixes = pydivsufsort.divsufsort(self.bytes) if text else None
-
-    def find(self, piece: str) -> int | None:
-        """Return the offset, in bytes, of an occurrence of a string in the corpus; None if there is none."""
-        if self._suffixes is None:
-            return None
-        count, at = self._search(self.bytes, self._suffixes, piece.encode())
-        return int(self._suffixes[at]) if count > 0 else None
-
-    def match_lengths(self, text: str) -> np.ndarray:
-        """Return the length of the longest match that begins at each character: characters, int64 [len(text)].
-
-        The match at the next character is at most one shorter, so its search starts from that length.
-        """
-        lengths, grown = np.zeros(len(text), np.int64), 0
-        for i in range(len(text)):
-            grown = max(grown - 1, 0)
-            while i + grown < len(text) and self.find(text[i : i + grown + 1]) is not None:
-                grown += 1
-            lengths[i] = grown
-        return lengths
-
-
-def measure_novelty(corpus: SuffixArray, texts: Sequence[str]) -> dict[str, Any]:
-    """Compare texts, each separately, with a corpus.
-
-    Returns:
-        characters, the total length of the texts; overlaps, the longest substrings that occur in the corpus, none part
-        of another, each with `at`, the offset of one occurrence in characters; novel, for each n the share of the
-        texts' n-grams that do not occur in the corpus, or None without n-grams.
-    """
-    overlaps: set[tuple[int, str]] = set()
-    seen: dict[int, list[bool]] = {n: [] for n in LENGTHS}
-    for text in texts:
-        lengths = corpus.match_lengths(text)
-        for n in LENGTHS:
-            seen[n] += (lengths[: max(len(text) - n + 1, 0)] >= n).tolist()
-        # A match that ends where the one before it ends is part of that one.
-        before = np.concatenate([[0], lengths - 1])[:-1]
-        for i in np.flatnonzero((lengths > before) & (lengths > 0)):
-            overlaps.add((-int(lengths[i]), text[i : i + lengths[i]]))
-    return {
-        "characters": sum(map(len, texts)),
-        "overlaps": [
-            {"text": text, "at": len(corpus.bytes[: corpus.find(text)].decode())}
-            for _, text in sorted(overlaps)[:SHOWN]
-        ],
-        "novel": {str(n): 1.0 - float(np.mean(found)) if found else None for n, found in seen.items()},
-    }

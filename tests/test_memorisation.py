@@ -1,0 +1,67 @@
+"""What a run writes word for word from its text, and the index that finds it."""
+
+import numpy as np
+import pytest
+
+from jaxgpt.fitting import fit
+from tests.helpers import script, tiny_experiment
+
+pytest.importorskip("pydivsufsort")
+TEXT = "In a village of La Mancha there lived not long since a gentleman.\n" * 30
+
+
+@pytest.fixture(scope="module")
+def memorisation():
+    return script("memorisation")
+
+
+def test_memorisation_is_of_what_it_writes(memorisation, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(TEXT)
+    e = tiny_experiment(tmp_path / "text.txt", steps=2, sample_prompt="In a ")
+    run = fit(e, tmp_path / "run", progress=False)
+    found = memorisation.measure(run, samples=2, tokens=30)
+    train = TEXT[: int(len(TEXT) * 0.9)]
+    texts = [run.sample("In a ", max_new_tokens=30, seed=seed) for seed in range(2)]
+    assert found["generated"]["characters"] == sum(map(len, texts)) == 60
+    grams = [text[i : i + 5] for text in texts for i in range(26)]
+    assert found["generated"]["novel"]["5"] == pytest.approx(np.mean([gram not in train for gram in grams]))
+    longest = max(int(memorisation.SuffixArray(train).match_lengths(text).max()) for text in texts)
+    assert len(found["generated"]["overlaps"][0]["text"]) == longest
+    # The same line again and again: what is held out is in the training text, all of it.
+    assert found["held out"]["novel"] == {"5": 0.0, "10": 0.0, "20": 0.0, "50": None}
+    assert len(found["held out"]["overlaps"][0]["text"]) == 30
+    memorisation.main([str(run.directory), "--samples", "1", "--tokens", "8"])
+    assert "| n | generated | held out |" in capsys.readouterr().out
+    (tmp_path / "text.txt").unlink()
+    (tmp_path / "text.txt").write_text("another")
+    with pytest.raises(SystemExit, match="2"):
+        memorisation.main([str(run.directory)])
+
+
+# What is word for word from a corpus: against every stretch tried by hand.
+
+
+@pytest.mark.parametrize("alphabet", ["ab", "aé漢🐎"])
+def test_match_lengths_are_those_of_every_stretch(memorisation, alphabet):
+    rng = np.random.default_rng(len(alphabet))
+    corpus, text = ("".join(rng.choice(list(alphabet), n)) for n in (400, 120))
+    text = text + corpus[50:90] + text[:10]
+    expected = [max(n for n in range(len(text) - i + 1) if text[i : i + n] in corpus) for i in range(len(text))]
+    assert memorisation.SuffixArray(corpus).match_lengths(text).tolist() == expected
+
+
+def test_novel_n_grams_and_the_longest_overlaps(memorisation):
+    rng = np.random.default_rng(0)
+    corpus = "".join(rng.choice(list("abcdé"), 3000))
+    texts = [corpus[100:160] + "zzzz" + corpus[1000:1030], "".join(rng.choice(list("abcdé"), 80))]
+    found = memorisation.measure_novelty(memorisation.SuffixArray(corpus), texts)
+    assert found["characters"] == 94 + 80
+    for n in memorisation.LENGTHS:
+        grams = [text[i : i + n] for text in texts for i in range(len(text) - n + 1)]
+        assert found["novel"][str(n)] == pytest.approx(np.mean([gram not in corpus for gram in grams]))
+    first, second, *_ = found["overlaps"]
+    assert first["text"] == corpus[100:160] and corpus[first["at"] : first["at"] + 60] == first["text"]
+    assert second["text"] == corpus[1000:1030]
+    assert len(found["overlaps"]) == memorisation.SHOWN
+    assert memorisation.measure_novelty(memorisation.SuffixArray("abcabc"), [""])["novel"]["5"] is None
+    assert memorisation.SuffixArray("").match_lengths("ab").tolist() == [0, 0]
