@@ -39,6 +39,7 @@ SYSTEMS = {
     "transformers": "transformers serve",
     "transformers-batching": "transformers serve --continuous-batching",
     "jaxgpt": "jaxgpt serve",
+    "jaxgpt-reproducible": "jaxgpt serve --reproducible",
 }
 
 
@@ -117,8 +118,9 @@ def server(system: str, directory: Path, peer_python: str, slots: int):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    if system == "jaxgpt":
-        command = [sys.executable, "-m", "jaxgpt", "serve", str(directory / "run"), "--slots", str(slots)]
+    if system.startswith("jaxgpt"):
+        fixed = ["--reproducible"] if system.endswith("reproducible") else []
+        command = [sys.executable, "-m", "jaxgpt", "serve", str(directory / "run"), "--slots", str(slots), *fixed]
     else:
         batching = ["--continuous-batching"] if system.endswith("batching") else []
         command = [peer_python, "-m", "transformers.cli.transformers", "serve", "./hf", "--device", "cpu", *batching]
@@ -147,9 +149,9 @@ def server(system: str, directory: Path, peer_python: str, slots: int):
 
 def measure(system: str, directory: Path, options, round_number: int) -> dict:
     """Measure a system in a process of its own: {streams: figures}, and the texts by prompt's place."""
-    model, found = "run" if system == "jaxgpt" else "./hf", {}
+    model, found = "run" if system.startswith("jaxgpt") else "./hf", {}
     with server(system, directory, options.peer_python, options.slots) as port:
-        if system == "jaxgpt":
+        if system.startswith("jaxgpt"):
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5) as response:
                 model = json.load(response)["data"][0]["id"]
         for streams in options.clients:
@@ -184,7 +186,7 @@ def print_table(rounds: dict[str, list[dict]]) -> None:
         "| between tokens p50, p95, mean (ms) | stall p50, p95 (ms) |"
     )
     print("|---|---|---|---|---|---|---|")
-    peers = [system for system in rounds if system != "jaxgpt"]
+    peers = [system for system in rounds if not system.startswith("jaxgpt")]
     systems = list(rounds)
     clients = list(rounds[systems[0]][0])
     for system, streams in itertools.product(systems, clients):
