@@ -120,10 +120,11 @@ def fit(
 
         def take_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
             watchdog.beat(step := next(numbers))
+            batch, rolled_out = training.shard_batch(step, state, batch)
             state, metrics = compiled(state, batch, key)
             if trainer.checksums and check_every and step % check_every == 0:
                 metrics["checksums"] = trainer.checksums(state)
-            return state, metrics
+            return state, metrics | rolled_out
 
         def compare(step: int, checksums: jax.Array) -> None:
             nonlocal compared

@@ -1,6 +1,5 @@
 """One training step, as pure functions. `parallel` applies transformations: jit, donation, devices."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, cast
@@ -115,16 +114,6 @@ def train_step(
     """
     step_key = jax.random.fold_in(key, state.step)
 
-    def gradients(micro: Batch, index: jax.Array | int) -> tuple[Any, Params]:
-        """Return ((summed nats, number of targets, more sums), gradients of the first)."""
-
-        def loss(params: Params) -> tuple[jax.Array, Any]:
-            nats, *more = loss_fn(params, micro, jax.random.fold_in(step_key, index))
-            return nats, (nats, *more)
-
-        grads, sums = jax.grad(loss, has_aux=True)(state.params)
-        return sums, grads
-
     def over_batch(function: Callable[[Batch, jax.Array | int], Any]) -> Any:
         """Return the sum of a function of (micro-batch, its number) over this batch, as an average over devices."""
         if grad_accum_steps == 1:
@@ -134,16 +123,26 @@ def train_step(
         zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return mean(jax.lax.scan(lambda sums, x: (jax.tree.map(jnp.add, sums, function(*x)), None), zero, turns)[0])
 
+    def gradients(params: Params) -> tuple[Any, Params]:
+        """Return ((summed nats, number of targets, more sums), gradients of the first by the number of targets)."""
+
+        def of_micro(micro: Batch, index: jax.Array | int) -> tuple[Any, Params]:
+            def loss(params: Params) -> tuple[jax.Array, Any]:
+                nats, *more = loss_fn(params, micro, jax.random.fold_in(step_key, index))
+                return nats, (nats, *more)
+
+            return jax.grad(loss, has_aux=True)(params)[::-1]
+
+        (nats, count, more), grads = over_batch(of_micro)
+        count = jnp.where(count > 0, count, 1.0)  # a fully masked batch gives zero gradients, not NaN
+        return (nats, count, more), jax.tree.map(lambda g: g / count, grads)
+
     def mean_loss(params: Params) -> jax.Array:
-        keys = functools.partial(jax.random.fold_in, step_key)
-        nats, count = over_batch(lambda micro, index: loss_fn(params, micro, keys(index))[:2])
+        nats, count = over_batch(lambda micro, index: loss_fn(params, micro, jax.random.fold_in(step_key, index))[:2])
         return nats / jnp.where(count > 0, count, 1.0)
 
-    sums, grads = over_batch(gradients)
-    nats, count, more = sums
-    count = jnp.where(count > 0, count, 1.0)  # a fully masked batch gives zero gradients, not NaN
-    loss, grads = nats / count, jax.tree.map(lambda g: g / count, grads)
-    norm, before = optax.tree.norm(grads), state.opt_state
+    (nats, count, more), grads = gradients(state.params)
+    loss, norm, before = nats / count, optax.tree.norm(grads), state.opt_state
     metrics = {name: value / count for name, value in more.items()} | {"loss": loss, "grad_norm": norm}
 
     steps_taken = state.step - before.skipped
@@ -156,8 +155,9 @@ def train_step(
     def choose(new: Any, old: Any) -> Any:
         return jax.tree.map(lambda new, old: jnp.where(is_taken, new, old), new, old)
 
-    # What optimizers with a line search, a Hessian or a step size of their own ask for; others ignore it.
+    # What optimizers with a line search, a Hessian, a step size or several updates of their own ask for; others ignore it.
     extra = {"value": loss, "grad": grads, "value_fn": mean_loss, "obj_fn": mean_loss}
+    extra["grad_fn"] = lambda params: gradients(params)[1]
     update = optax.with_extra_args_support(optimizer).update
     updates, inner_state = update(grads, before.inner_state, state.params, **extra)
     opt_state = SkipState(

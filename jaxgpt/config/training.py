@@ -65,8 +65,8 @@ class OptimConfig:
     def make_optimizer(self, steps: int, *, model: GPTConfig) -> optax.GradientTransformation:
         """Return the optimizer of a run of `steps` steps, which trains this model.
 
-        Its update is given the optional arguments `value`, `grad` and `value_fn` (also as `obj_fn`), which Optax's line
-        searches and Sophia take: the mean loss of the batch, its gradient, and the loss as a function of parameters.
+        Its update is given the optional arguments `value`, `grad`, `value_fn` (also as `obj_fn`) and `grad_fn`, which
+        Optax's line searches and Sophia take: the mean loss of the batch, its gradient, and both as functions of parameters.
         """
         from jaxgpt.optim import make_optimizer  # a configuration is read without JAX
 

@@ -125,6 +125,9 @@ class Dataset:
     fingerprint: dict[str, Any]
     # entries of tokenizer_config.json for the chat template; {} if the tokenizer implies it, None without conversations
     tokenizer_config: dict[str, Any] | None = None
+    # (trainer, params, batch, key) -> (batch, metrics): makes the batch of a step from the rows, with the parameters
+    # before the step, outside the compiled step. It must depend on its arguments only. None: the rows are the batch
+    roll_out: Callable[..., tuple[Batch, dict[str, float]]] | None = None
     notes: tuple[str, ...] = ()  # lines to print before training
 
 

@@ -17,9 +17,9 @@ from jaxgpt.batch import Batch
 from jaxgpt.errors import first_line, shell_line
 from jaxgpt.files import render_json, write_whole
 from jaxgpt.layers.block import NO_SHARDING
-from jaxgpt.lora import thaw, with_adapters
+from jaxgpt.lora import with_adapters
 from jaxgpt.parallel.trainer import Trainer
-from jaxgpt.runs.training import Training
+from jaxgpt.runs.training import Training, gather_params
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.train import Metrics, Params, TrainState, why_skipped
 
@@ -102,18 +102,6 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
     )
 
 
-def gather_params(trainer: Trainer, state: TrainState) -> Params | None:
-    """Gather the parameters of the model on one device; return None if this process holds only shards of them.
-
-    Adapters are joined with them afterwards, since one process cannot launch a program over all devices.
-    """
-    held, device = (state.params, state.frozen_params), jax.local_devices()[0]
-    if not all(x.is_fully_addressable or x.is_fully_replicated for x in jax.tree.leaves(held)):
-        return None
-    held = jax.tree.map(lambda x: jax.device_put(x.addressable_data(0) if x.is_fully_replicated else x, device), held)
-    return thaw(trainer.merge(*held))
-
-
 def _leaves(tree: Any) -> list[tuple[str, np.ndarray]]:
     flat = jax.tree.leaves_with_path(tree)
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), np.asarray(x)) for path, x in flat]
@@ -155,7 +143,7 @@ def write_autopsy(
         return f"{why}: examined before, see {place}. To replay this step: {command}"
     moved = not all(int(m["skipped"]) for m in later)  # before this step was known to be bad
     of_step = step + len(later) if moved else step - 1
-    batch, params = training.whole_batch(step), gather_params(training.trainer, state)
+    batch, params = training.whole_batch(step, state), gather_params(training.trainer, state)
     found, unknown = None, "no process holds all parameters"
     if params is not None:
         try:

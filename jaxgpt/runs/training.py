@@ -14,13 +14,14 @@ import jax
 import numpy as np
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import DataConfig, Experiment, differences
+from jaxgpt.config import DataConfig, Experiment, LoraConfig, differences
 from jaxgpt.data.dataset import resolve_vocab
 from jaxgpt.data.mixture import parts_of
 from jaxgpt.data.pipeline import PREFETCH, Dataset, Split, training_batches, validation_batches
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import cache_directory, is_there
-from jaxgpt.lora import freeze, thawed_shapes
+from jaxgpt.lora import freeze, merge_adapters, thaw, thawed_shapes
+from jaxgpt.parallel import multihost
 from jaxgpt.parallel.device import check_memory
 from jaxgpt.parallel.strategy import ONE_DEVICE, StepFn
 from jaxgpt.parallel.trainer import Trainer, make_trainer
@@ -29,7 +30,7 @@ from jaxgpt.runs.checks import blame_own_classes, check_model, check_step
 from jaxgpt.runs.code import check_same_code
 from jaxgpt.runs.directory import RunMetadata, check_same_tokenizer
 from jaxgpt.runs.pretrained import Weights, resolve_init_from
-from jaxgpt.train import Metrics, TrainState, init_and_dropout_keys
+from jaxgpt.train import Metrics, Params, TrainState, init_and_dropout_keys
 
 # Prefixes of the fields that may differ when a run is resumed. All others decide the result.
 CHANGEABLE = (
@@ -44,6 +45,8 @@ CHANGEABLE = (
     # Which checkpoints to keep, and when to give up.
     *("train.checkpoint_every", "train.keep_", "optim.max_skipped"),
 )
+
+ROLLOUT = 2  # makes the key of rollouts from that of initialisation; adapters have 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,15 +98,41 @@ class Training:
         return strategy.from_checkpoint(state)
 
     def batches(self, start: int) -> Generator[Batch]:
-        """Yield the batches of the steps after `start`, sharded over the devices."""
-        strategy = self.trainer.strategy
-        with contextlib.closing(self._read(start, strategy.local_rows(self.experiment.train.batch_size))) as batches:
-            yield from map(strategy.shard_batch, batches)
+        """Yield the batches of the steps after `start`, with the rows of this process, for `shard_batch`."""
+        return self._read(start, self.trainer.strategy.local_rows(self.experiment.train.batch_size))
 
-    def whole_batch(self, step: int) -> Batch:
-        """Return the batch of one step, with the rows of all devices and processes."""
+    def whole_batch(self, step: int, state: TrainState | None = None) -> Batch:
+        """Return the batch of one step, with the rows of all devices and processes.
+
+        state: a state with the parameters before the step, with which data that have a rollout complete the batch.
+        """
         with contextlib.closing(self._read(step - 1, None, prefetch=1)) as batches:
-            return next(batches)
+            batch = next(batches)
+        return batch if state is None else self._roll_out(step, state, batch)[0]
+
+    def shard_batch(self, step: int, state: TrainState, batch: Batch) -> tuple[Batch, Metrics]:
+        """Return a step's batch as the compiled step takes it, and the metrics of its rollout, if its data have one.
+
+        state: the state before the step. Raises `UserError` for a rollout without the shapes of `shape_batch`.
+        """
+        batch, metrics = self._roll_out(step, state, batch)
+        batch = self.trainer.strategy.shard_batch(batch)
+        if self.dataset.roll_out is not None:
+            got, needed = (
+                jax.tree.map(lambda x: (x.shape, str(x.dtype)), tree) for tree in (batch, self.trainer.abstract_batch)
+            )
+            if got != needed:
+                raise UserError(
+                    f"the rollout of step {step} is {got}: {type(self.experiment.data).__name__}.shape_batch says {needed}"
+                )
+        return batch, metrics
+
+    def _roll_out(self, step: int, state: TrainState, batch: Batch) -> tuple[Batch, Metrics]:
+        if self.dataset.roll_out is None:
+            return batch, {}
+        params = gather_params(self.trainer, state, merge=functools.partial(_merge, self.experiment.lora))
+        key = jax.random.fold_in(jax.random.fold_in(self.keys[0], ROLLOUT), step)
+        return self.dataset.roll_out(self.trainer, params, batch, key)
 
     def _read(self, start: int, rows: np.ndarray | None, prefetch: int = PREFETCH) -> Generator[Batch]:
         return training_batches(
@@ -120,9 +149,10 @@ class Training:
         """Yield (step, state, metrics) after each step from `start` + 1 to `stop`. The next step donates the state."""
         with contextlib.closing(self.batches(start)) as batches:
             for step in range(start + 1, stop + 1):
-                state, metrics = self.trainer.train_step(state, next(batches), self.dropout_key)
+                batch, rolled_out = self.shard_batch(step, state, next(batches))
+                state, metrics = self.trainer.train_step(state, batch, self.dropout_key)
                 float(metrics["loss"])  # waits, so that one step is in flight
-                yield step, state, metrics
+                yield step, state, metrics | rolled_out
 
     def measure_val_loss(self, loss: Callable[[Iterator[Batch]], float]) -> tuple[float, dict[str, float]]:
         """Return the validation loss, and that of each source of a mixture, by whose weights it is averaged.
@@ -146,6 +176,25 @@ class Training:
             rows=strategy.local_rows(size),
         )
         yield from map(strategy.shard_batch, windows)
+
+
+def gather_params(trainer: Trainer, state: TrainState, merge: Callable[..., Params] | None = None) -> Params | None:
+    """Gather the parameters of the model on one device; return None if this process holds only shards of them.
+
+    Adapters are joined with them afterwards, since one process cannot launch a program over all devices. merge: joins
+    them; None puts them beside their kernels, in float32.
+    """
+    held, device = (state.params, state.frozen_params), jax.local_devices()[0]
+    if not all(x.is_fully_addressable or x.is_fully_replicated for x in jax.tree.leaves(held)):
+        return None
+    held = jax.tree.map(lambda x: jax.device_put(x.addressable_data(0) if x.is_fully_replicated else x, device), held)
+    return thaw(trainer.merge(*held)) if merge is None else merge(*held)
+
+
+def _merge(config: LoraConfig, params: Params, frozen_params: Params | None) -> Params:
+    if frozen_params is None:
+        return params
+    return jax.jit(merge_adapters, static_argnums=0)(config, params, jax.jit(thaw)(frozen_params))
 
 
 def open_training(
@@ -175,6 +224,8 @@ def open_training(
         raise UserError(
             f"{name}.open_dataset: its fingerprint needs tokenizer_sha256=fingerprint(tokenizer) of data.tokenizer"
         )
+    if dataset.roll_out is not None and multihost.is_multiprocess():
+        raise UserError(f"{type(resolved.data).__name__} draws its rows from the model, in one process: start only one")
     resolved = dataclasses.replace(resolved, model=resolve_vocab(resolved.model, dataset.tokenizer))
     with blame_own_classes(resolved):
         trainer = make_trainer(resolved, recorded=None if recorded is None else recorded.given)

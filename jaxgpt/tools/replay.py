@@ -25,11 +25,11 @@ from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, parse_json, render_json
 from jaxgpt.parallel.device import device_kind
 from jaxgpt.parallel.trainer import mean_loss
-from jaxgpt.runs.autopsy import NonFiniteReport, debug_step, format_report, gather_params
+from jaxgpt.runs.autopsy import NonFiniteReport, debug_step, format_report
 from jaxgpt.runs.checkpoint import CorruptCheckpoint, open_checkpoints
 from jaxgpt.runs.directory import find_run, installed_versions, read_metadata
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.runs.training import open_training
+from jaxgpt.runs.training import gather_params, open_training
 from jaxgpt.train import NOT_FINITE, Metrics, why_skipped
 
 SHARE = 0.035  # of a run's steps to take again by default
@@ -92,7 +92,7 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     findings, loss, skipped = None, float(metrics["loss"]), _why_skipped(metrics)
     # A skipped step leaves the parameters unchanged.
     if int(metrics["skipped"]) == NOT_FINITE and (params := gather_params(trainer, state)) is not None:
-        findings = debug_step(trainer, params, training.whole_batch(step), training.dropout_key, step)
+        findings = debug_step(trainer, params, training.whole_batch(step, state), training.dropout_key, step)
     lines = [x for x in read_metrics(training.metrics) if x["step"] == step and "val_loss" not in x]
     logged, equal = lines[-1] if lines else None, None
     if logged is not None:

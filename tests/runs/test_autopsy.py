@@ -17,9 +17,10 @@ from jaxgpt.errors import Diverged, UserError
 from jaxgpt.fitting import fit
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.run import load
-from jaxgpt.runs.autopsy import debug_step, gather_params
+from jaxgpt.runs.autopsy import debug_step
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metrics import MetricsFile, read_metrics
+from jaxgpt.runs.training import gather_params
 from jaxgpt.tools.replay import replay
 from jaxgpt.train import init_state
 from tests.helpers import tiny_experiment
