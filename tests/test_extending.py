@@ -18,6 +18,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.loss import make_loss
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.runs.metrics import read_metrics
+from jaxgpt.tools.replay import replay
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -159,6 +160,12 @@ def test_the_sums_are_a_function_of_seed_and_row(lab):
     other = dataclasses.replace(longer, data=dataclasses.replace(longer.data, largest=99))
     with pytest.raises(UserError, match="data.largest 999 -> 99"):
         jaxgpt.fit(other, run.directory, progress=False)
+
+
+def test_the_model_writes_letters_and_writes_them_again_in_a_replay(lab):
+    run = train("letters.py", lab)
+    assert all(0.0 < line["reward"] < 0.5 for line in losses(run))
+    assert replay(run.directory, 2).equal
 
 
 def test_the_callback_logs_every_line(lab, monkeypatch):
