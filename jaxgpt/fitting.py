@@ -124,7 +124,7 @@ def fit(
             state, metrics = compiled(state, batch, key)
             if trainer.checksums and check_every and step % check_every == 0:
                 metrics["checksums"] = trainer.checksums(state)
-            return state, metrics | rolled_out
+            return state, rolled_out | metrics
 
         def compare(step: int, checksums: jax.Array) -> None:
             nonlocal compared

@@ -68,7 +68,12 @@ class RolloutConfig(TaskConfig):
         """Return the dataset: training rows are prompts, and `roll_out` completes them."""
         dataset = super().open_dataset(model, known=known)
         prompts = Prompts(self, dataset.tokenizer, model.block_size, ROLLOUTS)
-        return dataclasses.replace(dataset, train=prompts, roll_out=Rollouts(self, dataset.tokenizer))
+        made = Rollouts(self, dataset.tokenizer)
+        if made.reference is not None and (context := made.reference[1].config.block_size) < model.block_size:
+            raise UserError(
+                f"data.reference={self.reference} has a context of {context}: needs block_size={model.block_size}"
+            )
+        return dataclasses.replace(dataset, train=prompts, roll_out=made)
 
     def shape_batch(self, tokens_BT: jax.ShapeDtypeStruct) -> Batch:
         """Return the shapes of a training batch, after the rollout."""

@@ -152,7 +152,7 @@ class Training:
                 batch, rolled_out = self.shard_batch(step, state, next(batches))
                 state, metrics = self.trainer.train_step(state, batch, self.dropout_key)
                 float(metrics["loss"])  # waits, so that one step is in flight
-                yield step, state, metrics | rolled_out
+                yield step, state, rolled_out | metrics
 
     def measure_val_loss(self, loss: Callable[[Iterator[Batch]], float]) -> tuple[float, dict[str, float]]:
         """Return the validation loss, and that of each source of a mixture, by whose weights it is averaged.

@@ -28,7 +28,7 @@ LARGEST_FIRST = ("size", "tokens", "speed", "date")
 SUFFIXES = {"k": 1e3, "M": 1e6, "B": 1e9}
 COMPARE = {"=": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt}
 COMPARE |= {">=": operator.ge, "~": fnmatch.fnmatchcase}
-WORDS, NUMBERS = ("name", "status", "date", "verdict"), ("size", "tokens", "loss", "speed", "step", "steps")
+WORDS, NUMBERS = ("name", "status", "date", "verdict"), ("size", "tokens", "loss", "reward", "speed", "step", "steps")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,7 @@ class Row:
     size: int | None = None  # parameters of the model, without adapters
     tokens: int | None = None  # tokens that it was trained on
     loss: float | None = None  # the lowest validation loss, in nats per token
+    reward: float | None = None  # the last one logged, of a run that draws its own rows
     speed: float | None = None  # median of the log, in tokens per second
     date: str | None = None  # when metrics.jsonl or experiment.json was last written, ISO 8601, local time
     verdict: str | None = None  # of `jaxgpt report`
@@ -74,7 +75,7 @@ def runs(
     Args:
         directory: is searched at any depth, but for links
         sort: the column to sort by: best loss, largest number or newest date first
-        filter: FIELD<VALUE, with name, status, date, verdict, size, tokens, loss, speed, step or steps; also <= > >= =
+        filter: FIELD<VALUE, with name, status, date, verdict, size, tokens, loss, reward, speed, step or steps; also <= > >= =
             != and, with a pattern, name~*relu*; may be given several times
         say: receives a line of text if not all runs are listed, or there are none.
     """
@@ -127,6 +128,7 @@ def _read_row(directory: Path) -> Row:
         size=size,
         tokens=None if is_imported else step * config.batch_size * metadata.experiment.model.block_size,
         loss=min((loss for _, loss in finite_values(lines, "val_loss")), default=None),
+        reward=next((reward for _, reward in reversed(finite_values(lines, "reward"))), None),
         speed=statistics.median(rate for _, rate in rates) if rates else None,
         date=date,
         verdict=verdict,
@@ -218,7 +220,8 @@ def format_rows(rows: Sequence[Row], width: int | None) -> str:
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("run", overflow="fold", min_width=12)
-    for name in ("size", "tokens", "loss", "tokens/s"):
+    rewards = ["reward"] if any(row.reward is not None for row in rows) else []
+    for name in ("size", "tokens", "loss", *rewards, "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("date", "status"):
         table.add_column(name, no_wrap=True)
@@ -226,7 +229,8 @@ def format_rows(rows: Sequence[Row], width: int | None) -> str:
     for row in rows:
         reached = f" {row.step}/{row.steps}" if row.status in ("training", "interrupted", "diverged") else ""
         loss, speed = ("" if row.loss is None else f"{row.loss:.4f}", "" if row.speed is None else f"{row.speed:,.0f}")
-        cells = [row.name, _shorten(row.size), _shorten(row.tokens), loss, speed, (row.date or "")[:10]]
+        reward = ["" if row.reward is None else f"{row.reward:.4f}"] if rewards else []
+        cells = [row.name, _shorten(row.size), _shorten(row.tokens), loss, *reward, speed, (row.date or "")[:10]]
         texts = (*cells, row.status + reached, row.verdict or row.problem or "")
         table.add_row(*(Text(text if text.isprintable() else repr(text)) for text in texts))
     console = Console(width=width or 10_000, color_system=None)

@@ -64,6 +64,7 @@ function losses() {
       { name: "training, per batch", points: data.training, color: "var(--cool)", thin: true },
       { name: "validation", points: data.validation, color: "var(--accent)", dots: true },
     ]),
+    data.rewards.length ? curves("reward of the completions of a step", "reward", [{ name: "mean reward", points: data.rewards, color: "var(--accent)", thin: true }], { height: 220 }) : null,
     h("details", {}, h("summary", {}, "validation losses"), table("nats per token, over the validation split", ["step", "loss"], rows)));
 }
 

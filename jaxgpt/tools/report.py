@@ -29,6 +29,7 @@ CURVES = {
     "rates": "tokens_per_second",
     "learning_rates": "learning_rate",
     "grad_norms": "grad_norm",
+    "rewards": "reward",
 }
 
 
@@ -91,6 +92,7 @@ def make_report(run: Run, *, tokens: int = 200) -> tuple[dict[str, Any], str]:
         "steps": {"planned": run.experiment.train.steps, "logged": max((line["step"] for line in lines), default=0)},
         "validation_loss": {"best": best, "at": at, "last": finite[-1][0] if finite else None},
         "training_loss": training[-1][1] if training and math.isfinite(training[-1][1]) else None,
+        "reward": curves["rewards"][-1][1] if curves["rewards"] else None,
         "skipped_steps": [line["step"] for line in lines if "skipped" in line],
         "throughput": {
             "tokens_per_second": float(np.median(rates)) if rates else None,

@@ -16,10 +16,12 @@ from jaxgpt.batch import Batch
 from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.config import LoraConfig
 from jaxgpt.fitting import fit
+from jaxgpt.parallel import multihost
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.training import open_training
 from jaxgpt.sample.engine import generate
+from jaxgpt.tools.overview import format_rows, read_rows
 from jaxgpt.tools.replay import audit, replay
 from tests.conftest import REPOSITORY
 from tests.helpers import TINY, make_model, run_command
@@ -180,7 +182,7 @@ def test_the_validation_loss_is_the_share_of_greedy_completions_that_are_wrong()
 # Rollouts -------------------------------------------------------------------------------------------------------------
 
 
-def test_mistakes_are_one_line_before_anything_is_written(experiment, tmp_path):
+def test_mistakes_are_one_line_before_anything_is_written(experiment, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="data.group=1: one completion"):
         Sums(group=1)
     assert Sums(group=1, keep=1.0).group == 1  # rejection sampling needs no second one
@@ -191,6 +193,9 @@ def test_mistakes_are_one_line_before_anything_is_written(experiment, tmp_path):
     ):
         with pytest.raises(UserError, match=said):
             open_training(changed(experiment, **parts), tmp_path / "r", None)
+    monkeypatch.setattr(multihost, "is_multiprocess", lambda: True)
+    with pytest.raises(UserError, match="Rollouts draws its rows from the model, in one process: start only one"):
+        open_training(experiment, tmp_path / "r", None)
 
 
 def test_a_bad_reward_is_named_with_its_prompt_or_counts_nothing():
@@ -282,6 +287,8 @@ def test_a_run_logs_its_rewards_and_is_replayed_and_audited(trained):
     lines = [line for line in lines_of(trained) if "loss" in line]
     assert len(lines) == 6 and all({"reward", "solved", "finished", "length"} <= line.keys() for line in lines)
     assert jaxgpt.load(trained, setup=False, trust_code=True).experiment.data.group == 4
+    (row,) = read_rows(trained.parent)
+    assert row.reward == lines[-1]["reward"] and f"{row.reward:.4f}" in format_rows([row], None)
     again = replay(trained, 3)
     assert again.equal and again.start == 0  # the two newest checkpoints, and the best, are kept
     found = audit(trained, steps=6, seed=0)
@@ -305,6 +312,10 @@ def test_rejection_sampling_learns_from_good_completions_only(experiment, tmp_pa
             assert text.endswith("\n") and sft.data.reward(tokenizer.decode(inputs[:7]), text[:-1]) >= 0.25
         np.testing.assert_array_equal(inputs[:7], prompt[:7])
 
+    bare = dataclasses.replace(training.dataset, roll_out=lambda *_: (batch._replace(mask_BT=None), {}))
+    with pytest.raises(UserError, match=r"the rollout of step 1 is .*Rollouts.shape_batch says"):
+        dataclasses.replace(training, dataset=bare).shard_batch(1, state, alone)
+
 
 @pytest.mark.slow
 def test_adapters_and_a_reference_take_part(experiment, trained, tmp_path):
@@ -319,9 +330,13 @@ def test_adapters_and_a_reference_take_part(experiment, trained, tmp_path):
     assert abs(lines[0]["kl"]) < 1e-6 < lines[2]["kl"]
     np.testing.assert_allclose([line["ratio"] for line in lines], 1.0, rtol=1e-5)
 
-    other = changed(experiment, data={"reference": str(trained), "tokenizer": "byte"}, objective={"kl": 0.1})
-    with pytest.raises(UserError, match="has another tokenizer: name a run with the policy's"):
-        open_training(other, tmp_path / "s", None)
+    for part, field, said in (
+        ("data", {"tokenizer": "byte"}, "has another tokenizer: name a run with the policy's"),
+        ("model", {"block_size": 16}, "has a context of 12: needs block_size=16"),
+    ):
+        other = changed(changed(experiment, data={"reference": str(trained)}), **{part: field})
+        with pytest.raises(UserError, match=said):
+            open_training(other, tmp_path / "s", None)
 
 
 DEVICES = """
