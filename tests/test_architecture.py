@@ -194,20 +194,20 @@ def test_only_the_command_line_prints():
 # The most lines of Python of each part, all of it counted. A part that shrinks takes its number down with it.
 BUDGET = {
     "the flat files": 2_090,
-    "config": 1_080,
+    "config": 1_075,
     "layers": 1_100,
     "parallel": 1_645,
-    "data": 2_485,
+    "data": 2_490,
     "sample": 2_475,
-    "runs": 2_120,
+    "runs": 2_160,
     "hf": 1_355,
-    "gguf": 680,
+    "gguf": 675,
     "interventions": 875,
     "serve": 1_400,
     "cli": 1_140,
-    "tools": 4_450,
-    "all of jaxgpt": 22_865,
-    "tests": 26_910,
+    "tools": 4_460,
+    "all of jaxgpt": 22_915,
+    "tests": 27_280,
 }
 FILES = 130  # of the package
 
