@@ -57,7 +57,7 @@ class DPOConfig(ObjectiveConfig):
         plain = super().make_loss(model)
 
         def loss(params: Params, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array, Metrics]:
-            if key is None and not batch.extras:  # other text, which `jaxgpt eval` may be given
+            if key is None and not batch.extras:  # other text, which `jaxgpt evaluate` may be given
                 return plain(params, batch, None)
             need_extras(batch, ["reference_logprobs_BT"], "DPO")
             logits_BTV, sown = apply_model(model, params, batch, key)
