@@ -21,7 +21,10 @@ from tests.conftest import REPOSITORY
 nbformat = pytest.importorskip("nbformat")
 
 LESSONS = REPOSITORY / "experiments" / "lessons"
-NAMES = ["1_tokens", "2_layer_norm", "3_attention", "4_mlp", "5_block", "6_training", "7_generation", "8_induction"]
+NAMES = [
+    *("1_tokens", "2_layer_norm", "3_attention", "4_mlp", "5_block", "6_training", "7_generation", "8_induction"),
+    "9_policy_gradient",
+]
 LANGUAGES = ["en", "es"]
 DEADLINE = 240  # seconds of one lesson, which shall take less than half of it on an idle machine of two cores
 TEMPORARY = re.compile(re.escape(tempfile.gettempdir()) + r"/\w+/")  # what `tempfile.mkdtemp()` returns
@@ -105,7 +108,8 @@ def place(tmp_path_factory):
     """
     place = tmp_path_factory.mktemp("lessons")
     (place / "experiments").mkdir()
-    (place / "experiments" / "sancho_mini.py").symlink_to(REPOSITORY / "experiments" / "sancho_mini.py")
+    for needed in ("sancho_mini.py", "post"):
+        (place / "experiments" / needed).symlink_to(REPOSITORY / "experiments" / needed)
     for language in LANGUAGES:
         (place / "experiments" / "lessons" / language).mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
