@@ -26,14 +26,14 @@ import jax.numpy as jnp
 import numpy as np
 from grpo import advantages
 from logprobs import token_logprobs
-from tasks import ROLLOUTS, Examples, TaskConfig, make_row
+from tasks import ROLLOUTS, Examples, Form, TaskConfig, make_row
 
 import jaxgpt
 from jaxgpt import GPTConfig, UserError
 from jaxgpt.batch import Batch
 from jaxgpt.config.validate import NonNegativeFloat, PositiveInt, short
 from jaxgpt.data.pipeline import Dataset
-from jaxgpt.data.tokenizer import Tokenizer, fingerprint
+from jaxgpt.data.tokenizer import fingerprint
 from jaxgpt.errors import first_line
 from jaxgpt.layers.block import NO_SHARDING
 from jaxgpt.parallel.trainer import Trainer
@@ -67,8 +67,8 @@ class RolloutConfig(TaskConfig):
     def open_dataset(self, model: GPTConfig, *, known: dict[str, Any] | None = None) -> Dataset:
         """Return the dataset: training rows are prompts, and `roll_out` completes them."""
         dataset = super().open_dataset(model, known=known)
-        prompts = Prompts(self, dataset.tokenizer, model.block_size, ROLLOUTS)
-        made = Rollouts(self, dataset.tokenizer)
+        prompts = Prompts(self, Form(self, dataset.tokenizer), model.block_size, ROLLOUTS)
+        made = Rollouts(self, prompts.form)
         if made.reference is not None and (context := made.reference[1].config.block_size) < model.block_size:
             raise UserError(
                 f"data.reference={self.reference} has a context of {context}: needs block_size={model.block_size}"
@@ -95,7 +95,7 @@ class Prompts(Examples):
     def row(self, n: int, block_size: int, seed: int) -> tuple[np.ndarray, ...]:
         """Return (inputs_T, targets_T, mask_T, segments_T), without targets."""
         prompt = self.task.draw_prompt(n // self.task.group, seed, self.stream)
-        ids = self.tokenizer.encode(prompt)
+        ids = self.form.encode(prompt)
         *_, segments = make_row(ids, ids[:1], block_size, prompt)  # there is room for a token
         inputs = np.zeros_like(segments)
         inputs[: len(ids)] = ids
@@ -105,13 +105,12 @@ class Prompts(Examples):
 class Rollouts:
     """Complete batches of prompts: the `roll_out` of a dataset."""
 
-    def __init__(self, config: RolloutConfig, tokenizer: Tokenizer):
+    def __init__(self, config: RolloutConfig, form: Form):
         """Load the reference, if there is one. Raises `UserError` if it cannot score the policy's tokens."""
-        self.config, self.tokenizer, self.engine, self.reference = config, tokenizer, None, None
-        self.end = int(tokenizer.encode(config.end)[0])
+        self.config, self.form, self.end, self.engine, self.reference = config, form, form.end, None, None
         if config.reference is not None:
             run = jaxgpt.load(config.reference, setup=False)
-            if fingerprint(run.tokenizer) != fingerprint(tokenizer):
+            if fingerprint(run.tokenizer) != fingerprint(form.tokenizer):
                 raise UserError(
                     f"data.reference={config.reference} has another tokenizer: name a run with the policy's"
                 )
@@ -160,7 +159,7 @@ class Rollouts:
         """
         model, params = for_decoding(model, params)
         if self.engine is None:
-            known = self.tokenizer.vocab_size
+            known = self.form.tokenizer.vocab_size
             self.engine = Engine(model, params, slots=min(len(prompts), MOST_SLOTS), vocab_size=known, max_stops=1)
         engine, config, keys = self.engine, self.config, list(split_rows(key, len(prompts)))
         engine.params = params
@@ -190,7 +189,7 @@ class Rollouts:
         """Return the reward of a completion; 0 for one that has not ended."""
         if ids[-1] != self.end:
             return 0.0
-        texts = self.tokenizer.decode(prompt), self.tokenizer.decode(ids[:-1])
+        texts = self.form.decode(prompt), self.form.tokenizer.decode(ids[:-1])
         try:
             reward, why = float(self.config.reward(*texts)), "is not finite"
         except Exception as e:

@@ -14,6 +14,8 @@ import dataclasses
 import random
 import string
 import zlib
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,6 +25,8 @@ from logprobs import apply_model, count_segment, sum_segments
 from jaxgpt import DataConfig, GPTConfig, ObjectiveConfig, UserError
 from jaxgpt.batch import Batch
 from jaxgpt.config.validate import PositiveInt, short
+from jaxgpt.data import template as chat
+from jaxgpt.data.conversations import encode_messages, find_end_of_turn
 from jaxgpt.data.pipeline import Dataset
 from jaxgpt.data.tokenizer import CharTokenizer, Tokenizer, fingerprint, open_tokenizer
 from jaxgpt.train import LossFn
@@ -38,6 +42,9 @@ class TaskConfig(DataConfig):
 
     examples: PositiveInt | None = None  # different prompts to train on; None: as many as the task has
     val_prompts: PositiveInt = 256  # prompts to validate on
+    chat: bool = (
+        False  # prompts are a user's messages, and completions the assistant's, in the tokenizer's chat template
+    )
 
     alphabet = "\n" + string.printable[:95]  # of the tokenizer "char"
     end = "\n"  # ends a completion: one token, which no answer has
@@ -77,19 +84,55 @@ class TaskConfig(DataConfig):
             raise UserError(
                 "data.tokenizer=bpe: a task has no text to train one on: take char, byte or a tokenizer.json"
             )
-        if len(tokenizer.encode(self.end)) != 1:
-            raise UserError(f"this tokenizer has no single token for {self.end!r}, which ends a completion")
         made_of = {"task": type(self).__name__, "version": 1, "tokenizer_sha256": fingerprint(tokenizer)}
-        train, val = (Examples(self, tokenizer, model.block_size, stream) for stream in (EXAMPLES, HELD_OUT))
+        form = Form(self, tokenizer)
+        if form.template is not None:
+            made_of["template_sha256"] = chat.fingerprint(form.template)
+        train, val = (Examples(self, form, model.block_size, stream) for stream in (EXAMPLES, HELD_OUT))
         val.row(0, model.block_size, 0)  # so that a prompt that does not fit is refused now
-        return Dataset(train=train, val=val, tokenizer=tokenizer, fingerprint=made_of)
+        config = None if form.template is None else form.template.config()
+        return Dataset(train=train, val=val, tokenizer=tokenizer, fingerprint=made_of, tokenizer_config=config)
+
+
+class Form:
+    """How prompts and completions become tokens: as they are, or by a chat template."""
+
+    def __init__(self, task: TaskConfig, tokenizer: Tokenizer):
+        """Find the token that ends a completion. Raises `UserError` if there is none."""
+        self.tokenizer, self.template = tokenizer, None
+        if task.chat:
+            directory = None if task.tokenizer_file is None else Path(task.tokenizer_file).parent
+            self.template = chat.find_template(tokenizer, directory)
+            self.end = find_end_of_turn(self.template, tokenizer)
+        elif len(ids := tokenizer.encode(task.end)) == 1:
+            self.end = int(ids[0])
+        else:
+            raise UserError(f"this tokenizer has no single token for {task.end!r}, which ends a completion")
+
+    def encode(self, prompt: str) -> np.ndarray:
+        """Return the ids of a prompt, up to where its completion begins."""
+        if self.template is None:
+            return self.tokenizer.encode(prompt)
+        return np.array(encode_messages(self.template, self.tokenizer, [{"role": "user", "content": prompt}]))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the prompt that `encode` made ids of."""
+        text = self.tokenizer.decode(ids)
+        if self.template is None:
+            return text
+        before, after = self.template.write([{"role": "user", "content": "\0"}], prompt=True).text.split("\0")
+        return text.removeprefix(before).removesuffix(after)
+
+    def encode_answer(self, answer: str) -> np.ndarray:
+        """Return the ids of a completion, with its end."""
+        return np.append(self.tokenizer.encode(answer), self.end)
 
 
 class Examples:
     """Rows of one prompt and its answer."""
 
-    def __init__(self, task: TaskConfig, tokenizer: Tokenizer, block_size: int, stream: int):
-        self.task, self.tokenizer, self.stream = task, tokenizer, stream
+    def __init__(self, task: TaskConfig, form: Form, block_size: int, stream: int):
+        self.task, self.form, self.stream = task, form, stream
         self.count = task.val_prompts if stream == HELD_OUT else task.examples
         self.length = block_size * (self.count or 2**20)
 
@@ -100,8 +143,7 @@ class Examples:
     def row(self, n: int, block_size: int, seed: int) -> tuple[np.ndarray, ...]:
         """Return (inputs_T, targets_T, mask_T, segments_T) of the n-th example."""
         prompt = self.task.draw_prompt(n, seed, self.stream)
-        ids = self.tokenizer.encode(prompt), self.tokenizer.encode(self.task.answer(prompt) + self.task.end)
-        return make_row(*ids, block_size, prompt)
+        return make_row(self.form.encode(prompt), self.form.encode_answer(self.task.answer(prompt)), block_size, prompt)
 
     def training_rows(self, *, block_size: int, seed: int):
         if self.count is None:

@@ -207,11 +207,16 @@ def test_a_bad_reward_is_named_with_its_prompt_or_counts_nothing():
         ("1e999", "is not finite"),
     ):
         kind = type("Bad", (Sums,), {"reward": lambda self, prompt, completion, bad=bad: eval(bad)})
-        judge = rollouts.Rollouts(kind(), tokenizer).judge
+        judge = rollouts.Rollouts(kind(), tasks.Form(kind(), tokenizer)).judge
         with pytest.raises(UserError, match=f"the reward of '112' after '27\\+85=' {said}: repair Bad.reward"):
             judge(ids[0], ids[1])
         assert judge(ids[0], ids[2]) == 0.0  # unfinished: the reward is not asked
-        assert rollouts.Rollouts(kind(bad_reward="zero"), tokenizer).judge(ids[0], ids[1]) == 0.0
+        assert (
+            rollouts.Rollouts(kind(bad_reward="zero"), tasks.Form(kind(bad_reward="zero"), tokenizer)).judge(
+                ids[0], ids[1]
+            )
+            == 0.0
+        )
 
 
 @pytest.mark.slow
