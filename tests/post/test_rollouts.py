@@ -367,3 +367,13 @@ def test_two_devices_draw_the_completions_of_one(lab):
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     done = run_command("-c", DEVICES, cwd=lab, XLA_FLAGS=flags)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_reward_that_pays_for_length_prefers_a_longer_answer():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(POST))
+        page = importlib.import_module("length_hacking")
+    reward = page.experiment.data.reward
+    assert reward("27+85=", "112000") > reward("27+85=", "112") > reward("27+85=", "111111")
+    assert page.exact.data.reward("27+85=", "112000") == 0.0
+    assert page.held.objective.kl and page.held.data.reference == page.experiment.train.init_from
