@@ -124,7 +124,7 @@ def train_step(
         return mean(jax.lax.scan(lambda sums, x: (jax.tree.map(jnp.add, sums, function(*x)), None), zero, turns)[0])
 
     def gradients(params: Params) -> tuple[Any, Params]:
-        """Return ((summed nats, number of targets, more sums), gradients of the first by the number of targets)."""
+        """Return ((mean loss, number of targets, more sums), gradients of the first)."""
 
         def of_micro(micro: Batch, index: jax.Array | int) -> tuple[Any, Params]:
             def loss(params: Params) -> tuple[jax.Array, Any]:
@@ -135,14 +135,14 @@ def train_step(
 
         (nats, count, more), grads = over_batch(of_micro)
         count = jnp.where(count > 0, count, 1.0)  # a fully masked batch gives zero gradients, not NaN
-        return (nats, count, more), jax.tree.map(lambda g: g / count, grads)
+        return (nats / count, count, more), jax.tree.map(lambda g: g / count, grads)
 
     def mean_loss(params: Params) -> jax.Array:
         nats, count = over_batch(lambda micro, index: loss_fn(params, micro, jax.random.fold_in(step_key, index))[:2])
         return nats / jnp.where(count > 0, count, 1.0)
 
-    (nats, count, more), grads = gradients(state.params)
-    loss, norm, before = nats / count, optax.tree.norm(grads), state.opt_state
+    (loss, count, more), grads = gradients(state.params)
+    norm, before = optax.tree.norm(grads), state.opt_state
     metrics = {name: value / count for name, value in more.items()} | {"loss": loss, "grad_norm": norm}
 
     steps_taken = state.step - before.skipped
