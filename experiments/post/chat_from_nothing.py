@@ -106,7 +106,7 @@ def make_conversations(text: str) -> str:
 
 
 def make_stages(root: Path, share: float = 1.0) -> dict[str, Experiment]:
-    """Return the three stages. share: of the steps of each."""
+    """Return the three stages. share: the factor for the number of steps of each."""
 
     def steps(number: int) -> int:
         return max(2, round(share * number))
@@ -181,7 +181,7 @@ def write_report(root: Path, runs: dict[str, jaxgpt.Run]) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run all stages, and write the report, the page of the model and the GGUF file. words: of the command line."""
+    """Run all stages, and write the report, the page of the model and the GGUF file. words: the arguments of the command line."""
     parser = argparse.ArgumentParser(description="Make a chat model from nothing.")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/chat-from-nothing"))
     parser.add_argument("--share", type=float, default=1.0, help="of the steps of each stage")
