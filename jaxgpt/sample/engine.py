@@ -120,6 +120,7 @@ class Engine:
         )
         self._prefixes = programs.PrefixStore(prefix_bytes if self._scratch.is_columns else 0)
         self._slots: list[_Slot | None] = [None] * slots
+        self._allow_all = np.full((slots, self.vocab_size // 32 + 1), 2**32 - 1, np.uint32)
         self._cached = [0] * slots  # tokens of each prompt whose keys and values were not computed again
         self._waiting: collections.deque[_Slot] = collections.deque()
         self._reading: Iterator[programs.Chunk] | None = None  # of the first that waits
@@ -210,9 +211,9 @@ class Engine:
             self._resize(self._sizes[at])
         running = [(row, found) for row, found in enumerate(self._rows) if found is not None]
         steps = min(burst, BURST, max(found.left for _, found in running))
-        allowed_BW = np.full((len(self._rows), self.vocab_size // 32 + 1), 2**32 - 1, np.uint32)
+        allowed_BW = self._allow_all[: len(self._rows)]
         if is_masked := any(found.constraint is not None for _, found in running):
-            steps = 1
+            steps, allowed_BW = 1, allowed_BW.copy()
             for row, found in running:
                 if found.constraint is not None:
                     found.constraint.fill(allowed_BW[row], found.request.stop_tokens)
