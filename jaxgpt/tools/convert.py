@@ -211,14 +211,14 @@ def export_peft(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | N
     metadata = read_metadata(directory)
     lora, base = metadata.experiment.lora, metadata.experiment.train.init_from
     if lora.rank is None:
-        raise UserError(f"{directory} has no adapters (--lora.rank): export its parameters, with --to hf")
+        raise UserError(f"{directory} has no adapters (--lora.rank). Give --to hf, to export its parameters.")
     hf = _read_object(directory / HF_FOLDER / "config.json")
     loaded, family, template = _load_to_export(metadata, hf.get("model_type"))
     if (of := load_base(metadata).metadata) is not None:  # a run, which may have been imported
         base = (of.imported or {}).get("from")
     if base is None:
         raise UserError(
-            f"{directory} adapts a run, and PEFT opens none: export it with the adapters merged, with --to hf"
+            f"{directory} adapts a run, and PEFT opens none. Give --to hf, to export it with the adapters merged."
         )
     if lora.frozen != "float32":
         warnings.warn(

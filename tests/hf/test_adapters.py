@@ -100,7 +100,7 @@ def test_peft_opens_them(adapted, tmp_path):
 def test_what_has_no_adapters_is_refused_and_a_base_is_named(adapted, text_file, tmp_path, capsys):
     """A base that is an imported run is named as what it was imported from."""
     base, run = adapted
-    with pytest.raises(UserError, match=r"has no adapters \(--lora.rank\): export its parameters, with --to hf"):
+    with pytest.raises(UserError, match=r"has no adapters \(--lora.rank\). Give --to hf, to export its parameters."):
         export_peft(base.parent / "base", tmp_path / "none")
     main(["export", str(run.directory), "--to", "peft", "--out", str(tmp_path / "half"), "--dtype", "bfloat16"])
     assert "adapter_config.json, adapter_model.safetensors" in capsys.readouterr().out
@@ -121,5 +121,7 @@ def test_what_has_no_adapters_is_refused_and_a_base_is_named(adapted, text_file,
 
     with pytest.warns(UserWarning, match="the adapters learnt on matrices in int8"):
         assert named(tmp_path / "imported") == str(base)
-    with pytest.raises(UserError, match="adapts a run, and PEFT opens none: export it with the adapters merged"):
+    with pytest.raises(
+        UserError, match="adapts a run, and PEFT opens none. Give --to hf, to export it with the adapters merged."
+    ):
         named(base.parent / "base")
