@@ -42,6 +42,8 @@ from jaxgpt.train import LossFn, Metrics, Params
 class DPOConfig(ObjectiveConfig):
     """The loss of pairs: that the chosen answer gains more probability over the reference than the rejected one."""
 
+    unit = "loss per pair"
+
     loss: Literal["sigmoid", "ipo"] = "sigmoid"  # of the margin between two answers
     beta: PositiveFloat = 0.1  # how strongly the policy is held to the reference
     label_smoothing: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0  # share of pairs that may be labelled the wrong way

@@ -179,6 +179,8 @@ def make_row(prompt: np.ndarray, completion: np.ndarray, block_size: int, text: 
 class AccuracyConfig(ObjectiveConfig):
     """The objective that follows it among the bases of a class, or SFT, validated by the share of wrong answers."""
 
+    unit = "share of wrong answers"
+
     def make_loss(self, model: Any, **options: Any) -> LossFn:
         """Return the loss. Arguments: see `jaxgpt.loss.make_loss`."""
         train_loss = super().make_loss(model, **options)

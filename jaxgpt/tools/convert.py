@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import re
 import shlex
 import shutil
@@ -310,8 +309,7 @@ def _model_card(run: Run, family: Family) -> str:
         if seconds:
             facts.append(f"- Time: {max(seconds):,.0f} s, on {metadata.device}.")
         if run.val_loss is not None:
-            perplexity = math.exp(min(run.val_loss, 700))
-            facts.append(f"- Validation loss: {run.val_loss:.4f} nats per token (perplexity {perplexity:.2f}).")
+            facts.append(f"- Validation loss: {run.val_loss:.4f}, {experiment.objective.unit}.")
         if metadata.command is not None:
             facts.append(f"- Command: `{_hide_folders(*shlex.split(metadata.command))}`")
     origin = "\n".join(facts)

@@ -60,12 +60,12 @@ function losses() {
   return section("losses", "Losses",
     h("p", { id: "verdict" }, h("b", {}, "Verdict: "), `${s.verdict}.`),
     s.skipped_steps.length ? h("p", {}, `Skipped steps: ${s.skipped_steps.slice(0, 20).join(", ")}.`) : null,
-    curves("training and validation loss by step; the table below lists the validation losses", "nats per token", [
+    curves("training and validation loss by step; the table below lists the validation losses", data.unit, [
       { name: "training, per batch", points: data.training, color: "var(--cool)", thin: true },
       { name: "validation", points: data.validation, color: "var(--accent)", dots: true },
     ]),
-    data.rewards.length ? curves("reward of the completions of a step", "reward", [{ name: "mean reward", points: data.rewards, color: "var(--accent)", thin: true }], { height: 220 }) : null,
-    h("details", {}, h("summary", {}, "validation losses"), table("nats per token, over the validation split", ["step", "loss"], rows)));
+    h("details", {}, h("summary", {}, "validation losses"), table(`${data.unit}, over the validation split`, ["step", "loss"], rows)),
+    ...data.metrics.flatMap(([name, points]) => [h("h3", {}, name), curves(`${name} by step`, name, [{ name, points, color: "var(--accent)", thin: true }], { height: 180 })]));
 }
 
 function samples() {

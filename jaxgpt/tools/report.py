@@ -18,7 +18,7 @@ from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import Run, load, load_run
 from jaxgpt.runs.checkpoint import open_checkpoints
 from jaxgpt.runs.directory import find_run
-from jaxgpt.runs.metrics import read_metrics
+from jaxgpt.runs.metrics import finite_values, read_metrics
 from jaxgpt.tools.html_page import Arrays, render_html, round_numbers
 
 RISE = 0.01  # relative rise above the best validation loss that counts as worse
@@ -29,8 +29,8 @@ CURVES = {
     "rates": "tokens_per_second",
     "learning_rates": "learning_rate",
     "grad_norms": "grad_norm",
-    "rewards": "reward",
 }
+OTHERS = {"step", "tokens", "mfu", "seconds", "skipped", "val_losses", *CURVES.values()}  # no metrics of an objective
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +78,8 @@ def make_report(run: Run, *, tokens: int = 200) -> tuple[dict[str, Any], str]:
         curve: [(line["step"], math.nan if line[name] is None else line[name]) for line in lines if name in line]
         for curve, name in CURVES.items()
     }
+    names = dict.fromkeys(name for line in lines for name in line if name not in OTHERS)
+    metrics = {name: finite_values(lines, name) for name in names}
     training, validation = curves["training"], curves["validation"]
     finite = [(loss, step) for step, loss in validation if math.isfinite(loss)]
     learning, since = judge_learning(validation, training)
@@ -92,7 +94,7 @@ def make_report(run: Run, *, tokens: int = 200) -> tuple[dict[str, Any], str]:
         "steps": {"planned": run.experiment.train.steps, "logged": max((line["step"] for line in lines), default=0)},
         "validation_loss": {"best": best, "at": at, "last": finite[-1][0] if finite else None},
         "training_loss": training[-1][1] if training and math.isfinite(training[-1][1]) else None,
-        "reward": curves["rewards"][-1][1] if curves["rewards"] else None,
+        "reward": metrics["reward"][-1][1] if metrics.get("reward") else None,
         "skipped_steps": [line["step"] for line in lines if "skipped" in line],
         "throughput": {
             "tokens_per_second": float(np.median(rates)) if rates else None,
@@ -110,6 +112,8 @@ def make_report(run: Run, *, tokens: int = 200) -> tuple[dict[str, Any], str]:
     data: dict[str, Any] = {
         "title": f"Report of {run.experiment.name}",
         "summary": {name: x for name, x in summary.items() if name != "configuration"},
+        "unit": run.experiment.objective.unit,
+        "metrics": [[name, [[step, round_numbers(x, 6)] for step, x in points]] for name, points in metrics.items()],
     }
     for curve, points in curves.items():
         data[curve] = [[step, round_numbers(x, 6)] for step, x in points if not math.isnan(x)]
@@ -125,7 +129,7 @@ def make_report(run: Run, *, tokens: int = 200) -> tuple[dict[str, Any], str]:
 def judge_learning(
     validation: Sequence[tuple[int, float]], training: Sequence[tuple[int, float]]
 ) -> tuple[str, int | None]:
-    """Judge a run by its losses, each (step, nats per token).
+    """Judge a run by its losses, each (step, loss).
 
     Over-fitting: the validation loss is above its best by more than 1%, and by more than any rise from which the second
     half of the curve has recovered, while the training loss has kept falling. Diverging: the training loss has risen

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.config import Experiment, differences
+from jaxgpt.config import Experiment, ObjectiveConfig, differences
 from jaxgpt.config.validate import check_count, short
 from jaxgpt.errors import UserError
 from jaxgpt.files import render_json, write_whole
@@ -27,7 +27,7 @@ STUDY = "study.json"  # the result, next to the directories of the variants
 # Fields that determine the validation data.
 METRIC = ("data.corpus", "data.path", "data.val_fraction", "train.eval_tokens")
 DISAGREEMENT = 0.1  # nats per token, and fraction: seeds whose losses differ by more than both have no average
-DETECT = 0.01  # nats per token, the difference of `seeds_needed`
+DETECT = 0.01  # of the validation loss: the difference of `seeds_needed`
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -61,6 +61,7 @@ class Study:
     tokens: Table
     seconds: Table
     seeds: int
+    unit: str = ObjectiveConfig.unit  # of the validation losses
 
     def __str__(self) -> str:
         head = ["variant", "mean", "standard deviation", "difference from the first", "verdict"]
@@ -79,7 +80,10 @@ class Study:
                 needed = "" if row.seeds_needed is None else _format_count(row.seeds_needed)
                 cells.append([row.variant, mean, deviation, difference, row.verdict, needed])
                 tests += row.p_value is not None
-            parts += [f"validation loss at equal {axis}, {at}, over {self.seeds} seeds", format_table(head, cells)]
+            parts += [
+                f"validation loss ({self.unit}) at equal {axis}, {at}, over {self.seeds} seeds",
+                format_table(head, cells),
+            ]
         if tests:
             parts.append(
                 f"Better and worse are corrected for {tests} comparisons (Holm): if nothing differs, at most 5% of "
@@ -129,8 +133,10 @@ def run_study(
         for name, experiment in variants.items()
     ]
     curves = train_grid(grid, say, fit_one)
-    tables = compare({name: curves[i :: len(variants)] for i, name in enumerate(variants)})
-    found = Study(**tables, seeds=seeds)
+    unit = next(iter(variants.values())).objective.unit
+    apart = DISAGREEMENT if unit == ObjectiveConfig.unit else math.inf
+    tables = compare({name: curves[i :: len(variants)] for i, name in enumerate(variants)}, apart=apart)
+    found = Study(**tables, seeds=seeds, unit=unit)
     write_whole(directory / STUDY, render_json(dataclasses.asdict(found), indent=1, ensure_ascii=False) + "\n")
     return found
 
@@ -141,7 +147,9 @@ def check_comparable(variants: Mapping[str, Experiment]) -> None:
         raise UserError(f"a study needs at least two variants, got {len(variants)}: {', '.join(variants) or 'none'}")
     first, *others = variants
     for name in others:
-        metric = METRIC
+        metric, units = METRIC, [variants[v].objective.unit for v in (first, name)]
+        if units[0] != units[1]:
+            raise _no_comparison(first, name, f"they validate in {' and '.join(units)}", "kind of objective")
         if all(variants[v].train.init_from is None for v in (first, name)):  # else the tokenizer is that of the weights
             metric += ("data.tokenizer", "data.bpe_vocab_size")[: 2 if variants[first].data.tokenizer == "bpe" else 1]
         for field, (ours, theirs) in differences(variants[first], variants[name]).items():
@@ -180,8 +188,11 @@ def slug(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name).strip("-") or "variant"
 
 
-def compare(curves: Mapping[str, Sequence[Curve]]) -> dict[str, Table]:
-    """Compare all variants at the tokens, and at the seconds, of the shortest run, by linear interpolation."""
+def compare(curves: Mapping[str, Sequence[Curve]], *, apart: float = DISAGREEMENT) -> dict[str, Table]:
+    """Compare all variants at the tokens, and at the seconds, of the shortest run, by linear interpolation.
+
+    apart: see `compare_losses`.
+    """
     points: dict[str, float] = {}
     losses: dict[str, dict[str, list[float | None]]] = {}
     complete = [curve for seeds in curves.values() for curve in seeds if curve.losses]
@@ -193,18 +204,22 @@ def compare(curves: Mapping[str, Sequence[Curve]]) -> dict[str, Table]:
             name: [float(np.interp(at, getattr(c, axis), c.losses)) if c.losses else None for c in seeds]
             for name, seeds in (curves if known else {}).items()
         }
-    return {axis: Table(at=points[axis], rows=rows) for axis, rows in compare_losses(losses).items()}
+    return {axis: Table(at=points[axis], rows=rows) for axis, rows in compare_losses(losses, apart=apart).items()}
 
 
-def compare_losses(tables: Mapping[str, Mapping[str, Sequence[float | None]]]) -> dict[str, list[Comparison]]:
+def compare_losses(
+    tables: Mapping[str, Mapping[str, Sequence[float | None]]], *, apart: float = DISAGREEMENT
+) -> dict[str, list[Comparison]]:
     """Compare each variant with the first, paired by seed. All comparisons of all tables are one family of tests.
 
-    tables: losses by seed of each variant, for each table. None: diverged.
+    Args:
+        tables: losses by seed of each variant, for each table. None: diverged.
+        apart: the difference, and the fraction, from which the losses of a variant's seeds have no average.
     """
     rows: dict[tuple[str, str], Comparison] = {}
     family: dict[tuple[str, str], np.ndarray] = {}
     for table, losses in tables.items():
-        notes = {name: _describe_failures(by_seed) for name, by_seed in losses.items()}
+        notes = {name: _describe_failures(by_seed, apart) for name, by_seed in losses.items()}
         first = next(iter(losses), "")
         for name, by_seed in losses.items():
             regular, x = not notes[name], np.array(by_seed, np.float64)
@@ -230,11 +245,11 @@ def compare_losses(tables: Mapping[str, Mapping[str, Sequence[float | None]]]) -
     return {table: [rows[table, name] for name in losses] for table, losses in tables.items()}
 
 
-def _describe_failures(losses: Sequence[float | None]) -> str:
+def _describe_failures(losses: Sequence[float | None], apart: float) -> str:
     """Return why the losses of a variant have no meaningful average, or an empty text."""
     finite = [x for x in losses if x is not None]
     if len(finite) < len(losses):
         return f"{len(losses) - len(finite)} of {len(losses)} diverged"
-    if max(finite) - min(finite) > DISAGREEMENT * max(1.0, min(finite)):
+    if max(finite) - min(finite) > apart * max(1.0, min(finite)):
         return f"seeds disagree: {min(finite):.4f} to {max(finite):.4f}"
     return ""

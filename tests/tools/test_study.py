@@ -3,14 +3,17 @@
 import contextlib
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
 
+from jaxgpt.config import ObjectiveConfig
 from jaxgpt.errors import Diverged, Preempted, UserError
 from jaxgpt.fitting import fit
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.statistics import holm_levels
+from jaxgpt.tools import study
 from jaxgpt.tools.grid import Curve, read_curve, with_values
 from jaxgpt.tools.study import Study, check_comparable, compare, compare_losses, run_study, slug
 from tests.helpers import tiny_experiment
@@ -39,6 +42,8 @@ def test_verdicts():
     assert rows["lost"].mean is None and rows["half lost"].mean is None and rows["half lost"].margin is None
     one = compare_losses({"tokens": {"a": [1.0], "b": [0.5]}})["tokens"]
     assert one[1].verdict == "one seed: no interval" and one[1].difference == -0.5 and one[0].deviation is None
+    shares = compare_losses({"tokens": {"a": [0.2, 0.5], "b": [0.1, 0.45]}}, apart=math.inf)["tokens"]
+    assert [row.mean for row in shares] == pytest.approx([0.35, 0.275])  # whatever the seeds differ by
     none = compare_losses({"tokens": {"a": [None, 2.0], "b": [2.0, 2.1]}})["tokens"]
     assert none[1].verdict == "the first: 1 of 2 diverged" and none[1].difference is None
 
@@ -172,6 +177,25 @@ def test_what_shares_no_metric(variants, change, said):
     expected = pytest.raises(UserError, match=f"variants 'a' and 'b' do not share a metric: {said}")
     with expected if said else contextlib.nullcontext():
         check_comparable({"a": first, "b": other})
+
+
+class Errors(ObjectiveConfig):
+    unit = "share of wrong answers"
+
+
+def test_the_unit_of_the_losses(variants, tmp_path, monkeypatch):
+    """A share of errors has no spread from which seeds disagree, and is not compared with nats."""
+    first = variants["as it is"]
+    errors = dataclasses.replace(first, objective=Errors())
+    with pytest.raises(
+        UserError, match="they validate in nats per token and share of wrong answers.*the same kind of objective"
+    ):
+        check_comparable({"a": first, "b": errors})
+    curves = [Curve(tokens=[64], seconds=[1.0], losses=[share]) for share in (0.2, 0.2, 0.5, 0.5)]  # two seeds of each
+    monkeypatch.setattr(study, "train_grid", lambda *_: curves)
+    found = run_study({"a": errors, "b": errors}, tmp_path, seeds=2)
+    assert [row.mean for row in found.tokens.rows] == [pytest.approx(0.35)] * 2
+    assert "validation loss (share of wrong answers) at equal tokens, 64 tokens, over 2 seeds" in str(found)
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from jaxgpt.runs.training import reopen_dataset
 from jaxgpt.sample.quantize import with_decode_matrices
 from jaxgpt.train import Params, eval_step
 
+NATS = ObjectiveConfig.unit
 LARGEST_EXPONENT = math.log(sys.float_info.max)  # largest loss whose perplexity a float can hold
 
 
@@ -48,10 +49,11 @@ def evaluate_run(
         batch_size: windows per batch. None means the batch size of the run's training.
 
     Returns:
-        loss (nats per token), perplexity, tokens, stride, bits_per_byte (UTF-8) and bits_per_character, the last two
-        None if only token ids are known. A mixture adds losses, those of its sources: its loss is their mean, by their
-        weights. Conversations add left_out, the number that do not fit into the context and
-        are not scored, and shortened, the number that are cut after the last answer that fits.
+        loss, its unit, perplexity, tokens, stride, bits_per_byte (UTF-8) and bits_per_character: the last two are None
+        if only token ids are known, and these and perplexity if the unit is not nats per token. A mixture adds losses,
+        those of its sources: its loss is their mean, by their weights. Conversations add left_out, the number that do
+        not fit into the context and are not scored, and shortened, the number that are cut after the last answer that
+        fits.
 
     Raises:
         UserError: if an option does not suit the model or the data, or the file cannot be read or has nothing to score.
@@ -85,7 +87,8 @@ def evaluate_run(
     batch_size = run.experiment.train.batch_size if batch_size is None else check_count("batch_size", batch_size)
     if not isinstance(split, Tokens | Mixture) and stride != block_size:
         raise UserError(f"stride={stride} is for texts: conversations are never split into windows, so leave it out")
-    step = functools.partial(_eval_step, model=run.model, objective=run.experiment.objective)
+    objective = run.experiment.objective
+    step, in_nats = functools.partial(_eval_step, model=run.model, objective=objective), objective.unit == NATS
     how = {"block_size": block_size, "batch_size": batch_size, "stride": stride, "prefix_length": len(prefix)}
     parts = parts_of(split)
     measured = {name: mean_loss(step, run.params, validation_batches(part, **how)) for name, (_, part) in parts.items()}
@@ -97,11 +100,12 @@ def evaluate_run(
     bits = loss / math.log(2) * (len(split) - len(prefix))
     found: dict[str, Any] = {
         "loss": loss,
-        "perplexity": math.inf if loss > LARGEST_EXPONENT else math.exp(loss),
+        "unit": objective.unit,
+        "perplexity": (math.inf if loss > LARGEST_EXPONENT else math.exp(loss)) if in_nats else None,
         "tokens": count,
         "stride": stride,
-        "bits_per_byte": None if utf8 is None else bits / utf8,
-        "bits_per_character": None if characters is None else bits / characters,
+        "bits_per_byte": bits / utf8 if utf8 and in_nats else None,
+        "bits_per_character": bits / characters if characters and in_nats else None,
     }
     if isinstance(split, Mixture):
         found["losses"] = {name: mean for name, (mean, _) in measured.items()}
@@ -112,7 +116,10 @@ def evaluate_run(
 
 def format_evaluation(found: dict[str, Any]) -> str:
     """Return the results of `evaluate_run` as text."""
-    text = f"{found['tokens']:,} tokens: loss {found['loss']:.4f} nats per token, perplexity {found['perplexity']:.3f}"
+    if found["perplexity"] is None:
+        text = f"{found['tokens']:,} scored: loss {found['loss']:.4f}, {found['unit']}"
+    else:
+        text = f"{found['tokens']:,} tokens: loss {found['loss']:.4f} {NATS}, perplexity {found['perplexity']:.3f}"
     if found.get("left_out") or found.get("shortened"):
         text += (
             f"\nlonger than the context: {found['left_out']:,} conversations are left out, and "
