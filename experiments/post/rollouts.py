@@ -24,7 +24,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from grpo import advantages
+from grpo import GRPOConfig, advantages
 from logprobs import token_logprobs
 from tasks import ROLLOUTS, Examples, Form, TaskConfig, make_row
 
@@ -50,7 +50,7 @@ class RolloutConfig(TaskConfig):
 
     group: PositiveInt = 8  # completions of each prompt; divides train.batch_size
     max_new_tokens: PositiveInt = 64  # tokens of a completion, with its end
-    temperature: NonNegativeFloat = 1.0  # give the objective the same one; 0: greedy
+    temperature: NonNegativeFloat = 1.0  # GRPO's objective needs the same one; 0: greedy
     scale: bool = True  # divide a prompt's advantages by the deviation of its rewards
     keep: float | None = (
         None  # rejection sampling: only completions with this reward are targets, for SFT; None: all are
@@ -118,7 +118,12 @@ class Rollouts:
 
     def __call__(self, trainer: Trainer, params: dict, batch: Batch, key: jax.Array) -> tuple[Batch, dict[str, float]]:
         """Return (the batch of completions, metrics)."""
-        config, T = self.config, batch.inputs_BT.shape[1]
+        config, T, objective = self.config, batch.inputs_BT.shape[1], trainer.objective
+        if isinstance(objective, GRPOConfig) and objective.temperature != (config.temperature or 1.0):
+            raise UserError(
+                f"data.temperature={config.temperature} and objective.temperature={objective.temperature} differ: "
+                "give both the same, since the ratio compares probabilities at one temperature"
+            )
         model = trainer.model.clone(sharding=NO_SHARDING, attention_fn=trainer.options.attention_fn, parent=None)
         prompts = [
             row[:n].tolist() for row, n in zip(batch.inputs_BT, (batch.segments_BT > 0).sum(axis=1), strict=True)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import Experiment, OptimConfig, ParallelConfig
+from jaxgpt.config import Experiment, ObjectiveConfig, OptimConfig, ParallelConfig
 from jaxgpt.errors import UserError
 from jaxgpt.head_loss import chunked_next_token_loss, fused_next_token_loss
 from jaxgpt.layers.block import NO_SHARDING, Compute
@@ -33,7 +33,7 @@ from jaxgpt.parallel.strategy import (
     with_shardings,
 )
 from jaxgpt.sample.quantize import find_own_modules
-from jaxgpt.train import LossFn, Metrics, Params, TrainState, eval_step, init_state, train_step
+from jaxgpt.train import Metrics, Params, TrainState, eval_step, init_state, train_step
 
 Devices = Sequence[jax.Device] | None  # None: those of all processes; a topology's: to compile for absent ones
 
@@ -49,7 +49,7 @@ class Trainer:
     init_state: InitFn  # (key, params=None) -> the state of step 0
     train_step: StepFn  # (state, batch, key) -> (state, metrics); donates the old state
     eval_step: EvalFn  # (params, batch) -> (summed nats, number of targets)
-    make_loss: Callable[..., LossFn]  # model -> the objective's loss
+    objective: ObjectiveConfig
     merge: Callable[[Params, Params | None], Params]  # see `merged_params`
     eval_params: Callable[[TrainState], Params] | None  # see `OptimConfig`; None: those that are trained
     checksums: Callable[[TrainState], jax.Array] | None  # see `Strategy`
@@ -139,7 +139,7 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
             step, shardings, split.grad_accum_steps > 1 and not experiment.model.dropout
         ),
         eval_step=strategy.jit_eval_step(evaluate),
-        make_loss=experiment.objective.make_loss,
+        objective=experiment.objective,
         merge=merge,
         eval_params=None if type(experiment.optim).eval_params is OptimConfig.eval_params else jax.jit(eval_params),
         checksums=strategy.jit_checksums(shardings),

@@ -68,7 +68,7 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
             return out
 
         with nn.intercept_methods(watch):
-            nats, count, _ = with_adapters(trainer.make_loss(model))(params, micro, key)
+            nats, count, _ = with_adapters(trainer.objective.make_loss(model))(params, micro, key)
         return nats, (count, jnp.stack(flags))
 
     watched = jax.jit(jax.value_and_grad(loss, has_aux=True))

@@ -21,8 +21,10 @@ from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.training import open_training
 from jaxgpt.sample.engine import generate
+from jaxgpt.tools.evaluate.evaluate import evaluate_run, format_evaluation
 from jaxgpt.tools.overview import format_rows, read_rows
 from jaxgpt.tools.replay import audit, replay
+from jaxgpt.tools.report import make_report
 from tests.conftest import REPOSITORY
 from tests.helpers import TINY, make_model, run_command
 
@@ -193,6 +195,11 @@ def test_mistakes_are_one_line_before_anything_is_written(experiment, tmp_path, 
     ):
         with pytest.raises(UserError, match=said):
             open_training(changed(experiment, **parts), tmp_path / "r", None)
+    warmer = open_training(changed(experiment, data={"temperature": 0.5}), tmp_path / "r", None)
+    with pytest.raises(
+        UserError, match="data.temperature=0.5 and objective.temperature=1.0 differ: give both the same"
+    ):
+        next(warmer.take_steps(warmer.restore_or_init(0), 0, 1))
     monkeypatch.setattr(multihost, "is_multiprocess", lambda: True)
     with pytest.raises(UserError, match="Rollouts draws its rows from the model, in one process: start only one"):
         open_training(experiment, tmp_path / "r", None)
@@ -291,7 +298,14 @@ def test_a_killed_run_goes_on_with_the_same_bits(where, lab, trained, tmp_path):
 def test_a_run_logs_its_rewards_and_is_replayed_and_audited(trained):
     lines = [line for line in lines_of(trained) if "loss" in line]
     assert len(lines) == 6 and all({"reward", "solved", "finished", "length"} <= line.keys() for line in lines)
-    assert jaxgpt.load(trained, setup=False, trust_code=True).experiment.data.group == 4
+    run = jaxgpt.load(trained, setup=False, trust_code=True)
+    assert run.experiment.data.group == 4
+    found = evaluate_run(run)
+    assert found["perplexity"] is None and found["bits_per_byte"] is None
+    assert format_evaluation(found) == f"8 scored: loss {found['loss']:.4f}, share of wrong answers"
+    page = make_report(run, tokens=1)[1]
+    for said in ('"unit": "share of wrong answers"', '["reward", [[1, ', '["entropy", [[1, ', '["length", [[1, '):
+        assert said.replace(" ", "") in page.replace(" ", ""), said
     (row,) = read_rows(trained.parent)
     assert row.reward == lines[-1]["reward"] and f"{row.reward:.4f}" in format_rows([row], None)
     again = replay(trained, 3)
