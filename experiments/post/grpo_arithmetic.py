@@ -33,7 +33,7 @@ from jaxgpt import Experiment, GPTConfig, OptimConfig, TrainConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SumRolloutsConfig(RolloutConfig, ArithmeticConfig):
+class SumRolloutsConfig(ArithmeticConfig, RolloutConfig):
     """Sums that the model completes itself."""
 
 

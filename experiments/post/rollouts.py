@@ -1,8 +1,9 @@
 """Rollouts: training rows that the model writes itself, scored by a reward.
 
-It is no page: `grpo_arithmetic.py` trains with it. `RolloutConfig` is a base of a task's class, before the task:
+It is no page: `grpo_arithmetic.py` trains with it. `RolloutConfig` is a base of a task's class, after the task, whose
+defaults then count:
 
-    class Rollouts(RolloutConfig, ArithmeticConfig): ...
+    class Rollouts(ArithmeticConfig, RolloutConfig): ...
 
 Before each step the current parameters complete `batch_size / group` prompts `group` times each, in this process, by
 jaxgpt's engine. A batch is a function of the parameters, the run's seed, the step and the row, and of nothing else.
@@ -57,6 +58,12 @@ class RolloutConfig(TaskConfig):
     )
     reference: str | None = None  # run to stay close to, whose log-probabilities objective.kl needs
     bad_reward: Literal["stop", "zero"] = "stop"  # what a reward does that raises or is not finite
+
+    def __init_subclass__(cls) -> None:
+        """Raise `UserError` if the task comes after this class: its fields would have `TaskConfig`'s defaults."""
+        task = cls.__mro__[cls.__mro__.index(RolloutConfig) + 1]
+        if task is not TaskConfig:
+            raise UserError(f"{cls.__name__}: name {task.__name__} before RolloutConfig, which hides its defaults")
 
     def __post_init__(self) -> None:
         """Check the fields."""

@@ -133,7 +133,7 @@ def lines_of(run):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sums(rollouts.RolloutConfig, tasks.ArithmeticConfig):
+class Sums(tasks.ArithmeticConfig, rollouts.RolloutConfig):
     pass
 
 
@@ -148,6 +148,19 @@ def test_sums_have_a_carry_and_no_prompt_is_in_two_splits():
         assert int(a[-1]) + int(b[-1]) > 9 and task.reward(prompt, str(int(a) + int(b))) == 1.0
     assert not drawn[tasks.HELD_OUT] & (drawn[tasks.EXAMPLES] | drawn[tasks.ROLLOUTS])
     assert task.draw_prompt(5, 0, 0) == task.draw_prompt(5, 0, 0) != task.draw_prompt(5, 1, 0)
+
+
+def test_a_task_keeps_its_defaults_among_the_bases():
+    """Its class comes first. Last, it would have those of `TaskConfig`, and a chat model was asked without its template."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Talk(tasks.ArithmeticConfig):
+        chat: bool = True
+
+    both = dataclasses.dataclass(frozen=True, kw_only=True)(type("Both", (Talk, rollouts.RolloutConfig), {}))
+    assert both().chat
+    with pytest.raises(UserError, match="Wrong: name Talk before RolloutConfig"):
+        type("Wrong", (rollouts.RolloutConfig, Talk), {})
 
 
 def test_a_line_in_the_right_form_is_worth_more_than_its_words():
