@@ -308,7 +308,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(where, lab, trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_logs_its_rewards_and_is_replayed_and_audited(trained):
+def test_a_run_logs_its_rewards_and_is_replayed_and_audited(trained, lab):
     lines = [line for line in lines_of(trained) if "loss" in line]
     assert len(lines) == 6 and all({"reward", "solved", "finished", "length"} <= line.keys() for line in lines)
     run = jaxgpt.load(trained, setup=False, trust_code=True)
@@ -316,6 +316,9 @@ def test_a_run_logs_its_rewards_and_is_replayed_and_audited(trained):
     found = evaluate_run(run)
     assert found["perplexity"] is None and found["bits_per_byte"] is None
     assert format_evaluation(found) == f"8 scored: loss {found['loss']:.4f}, share of wrong answers"
+    (lab / "text.txt").write_text("ab>a\n" * 20)
+    on_text = evaluate_run(run, str(lab / "text.txt"))
+    assert on_text["unit"] == "nats per token" and on_text["perplexity"] == np.exp(on_text["loss"])
     page = make_report(run, tokens=1)[1]
     for said in ('"unit": "share of wrong answers"', '["reward", [[1, ', '["entropy", [[1, ', '["length", [[1, '):
         assert said.replace(" ", "") in page.replace(" ", ""), said

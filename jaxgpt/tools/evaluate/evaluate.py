@@ -43,7 +43,8 @@ def evaluate_run(
     """Return the loss of a run on its validation split or on a file, with every target scored once.
 
     Args:
-        path: conversations (.jsonl) or a text, after its tokenizer's prefix. None: the validation split.
+        path: conversations (.jsonl) or a text, after its tokenizer's prefix: the loss of their next tokens, whatever the
+            run's objective is. None: the validation split, by the objective.
         stride: tokens from the start of one window to the start of the next: a target has more than block_size - stride
             tokens of context, except in the first window. None means block_size, windows without overlap.
         batch_size: windows per batch. None means the batch size of the run's training.
@@ -87,7 +88,7 @@ def evaluate_run(
     batch_size = run.experiment.train.batch_size if batch_size is None else check_count("batch_size", batch_size)
     if not isinstance(split, Tokens | Mixture) and stride != block_size:
         raise UserError(f"stride={stride} is for texts: conversations are never split into windows, so leave it out")
-    objective = run.experiment.objective
+    objective = run.experiment.objective if path is None else ObjectiveConfig()
     step, in_nats = functools.partial(_eval_step, model=run.model, objective=objective), objective.unit == NATS
     how = {"block_size": block_size, "batch_size": batch_size, "stride": stride, "prefix_length": len(prefix)}
     parts = parts_of(split)
