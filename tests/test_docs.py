@@ -131,6 +131,20 @@ def test_links_within_the_repository_resolve():
             assert "://" in link or (page.parent / link).exists() or link.startswith("lessons/"), (page.name, link)
 
 
+def test_the_messages_of_troubleshooting_are_those_of_the_code():
+    """Without the strings of the source, only capitals are left of a quoted message: they stand for values."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (REPOSITORY / "jaxgpt").rglob("*.py")]
+    constants = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    pieces = sorted((piece for piece in constants if isinstance(piece, str) and len(piece) >= 4), key=len, reverse=True)
+    messages = [" ".join(message.split()) for message in blocks(DOCS / "troubleshooting.md", "text")]
+    for message in messages:
+        left = message
+        for piece in pieces:
+            left = left.replace(piece, "\0")
+        assert not re.search("[a-z]{4}", left), (message, left)
+    assert len(messages) == 20
+
+
 def imports_at_the_top(tree):
     """Every package that a module imports when it is imported itself."""
     for node in tree.body:
