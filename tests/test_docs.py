@@ -60,6 +60,8 @@ def test_every_command_in_order(directory):
     ran = 0
     with contextlib.closing(Zygote()) as zygote:
         for page in PAGES:
+            if (newest := directory / "runs" / "laptop" / "experiment.json").exists():
+                newest.touch()  # "the newest run" of a page is one of text, whatever the page before has trained
             for command in commands(page):
                 if command == TEST or (command.startswith("python -m pip install") and command != TRAIN):
                     continue  # CI itself, an accelerator's wheels, or the build of the site, which has its own test
@@ -103,7 +105,8 @@ def run_program(argv, cwd):
     ids=lambda page: page.stem,
 )
 def test_the_python_runs(page, directory):
-    for code in blocks(page, "python"):
+    pieces = blocks(page, "python")
+    for code in ["\n".join(pieces)] if page.stem == "from-pytorch" else pieces:  # that page is one program
         done = run_command("-c", code, cwd=directory)
         assert done.returncode == 0, (code, done.stderr)
 
