@@ -31,12 +31,14 @@ SHAPES = {  # nanoGPT's CPU configuration from its README, and config/train_shak
     "wide": {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "batch_size": 12, "dropout": 0.0},
 }
 VOCAB, TEXT = 65, 1_000_000
+OURS = ("jaxgpt", "jaxgpt-native", "jaxgpt-bfloat16", "jaxgpt-native-bfloat16")  # with that attention, or dtype
 PEERS = ("nanogpt", "nanogpt-compiled", "transformers", "transformers-compiled")
+ON_REQUEST = ("nanogpt-bfloat16", "nanogpt-compiled-bfloat16")  # by --systems
 Steps = Callable[[int], float]  # number of steps -> the last loss, when all are done
 
 
-def make_jaxgpt(shape: dict) -> tuple:
-    """Return jaxgpt's trainer for a shape, and its batches."""
+def make_jaxgpt(shape: dict, name: str = "jaxgpt") -> tuple:
+    """Return jaxgpt's trainer for a shape, and its batches. name: one of `OURS`."""
     from jaxgpt.parallel.jax_setup import configure_jax
 
     configure_jax()
@@ -52,7 +54,12 @@ def make_jaxgpt(shape: dict) -> tuple:
             name="benchmark",
             model=GPTConfig(vocab_size=VOCAB, bias=False, activation="gelu", **sizes),
             optim=OptimConfig(learning_rate=1e-3, beta2=0.99, weight_decay=0.1, grad_clip=1.0),
-            train=TrainConfig(batch_size=shape["batch_size"], steps=10**6),
+            train=TrainConfig(
+                batch_size=shape["batch_size"],
+                steps=10**6,
+                attention="native" if "native" in name else "auto",
+                dtype="bfloat16" if "bfloat16" in name else "auto",
+            ),
         )
     )
     text = Tokens([np.random.default_rng(0).integers(0, VOCAB, TEXT).astype(np.uint16)])
@@ -119,7 +126,8 @@ def torch_steps(shape: dict, options, name: str) -> Steps:
         lr=1e-3,
         betas=(0.9, 0.99),
     )
-    called = torch.compile(model) if name.endswith("compiled") else model
+    called = torch.compile(model) if "compiled" in name else model
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled="bfloat16" in name)
     text = torch.randint(0, VOCAB, (TEXT,))
     T, B = shape["block_size"], shape["batch_size"]
 
@@ -129,7 +137,8 @@ def torch_steps(shape: dict, options, name: str) -> Steps:
             x = torch.stack([text[i : i + T] for i in starts])
             y = torch.stack([text[i + 1 : i + 1 + T] for i in starts])
             if name.startswith("nanogpt"):
-                _, loss = called(x, y)
+                with autocast:
+                    _, loss = called(x, y)
             else:
                 logits = called(x).logits
                 loss = torch.nn.functional.cross_entropy(logits.view(-1, VOCAB), y.view(-1))
@@ -155,8 +164,8 @@ def worker(options) -> None:
     shape = SHAPES[options.shape] | json.loads(options.sizes)
     began = time.perf_counter()
     run = (
-        trainer_steps(*make_jaxgpt(shape))
-        if options.worker == "jaxgpt"
+        trainer_steps(*make_jaxgpt(shape, options.worker))
+        if options.worker in OURS
         else torch_steps(shape, options, options.worker)
     )
     serve(run, began)
@@ -232,7 +241,7 @@ def arguments(description: str | None, rounds: int) -> argparse.ArgumentParser:
     parser.add_argument(
         "--sizes", default="{}", help='overrides of the shape, as JSON: {"dropout": 0.2, "batch_size": 64}'
     )
-    parser.add_argument("--systems", nargs="+", choices=("jaxgpt", *PEERS))
+    parser.add_argument("--systems", nargs="+", choices=(*OURS, *PEERS, *ON_REQUEST))
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--json", help="write all times to this file")
     return parser

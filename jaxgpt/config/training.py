@@ -100,8 +100,9 @@ class TrainConfig:
     init_from: str | None = None
     # dtype of activations; auto: float32 on CPU, bfloat16 on GPU and TPU
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # attention kernel; auto: splash on TPU, cudnn on Nvidia GPUs, where shape and dropout allow, else plain
-    attention: Literal["auto", "plain", "xla", "cudnn", "splash"] = "auto"
+    # attention kernel; auto: splash on TPU, cudnn on Nvidia GPUs, where shape and dropout allow, else plain; native: on
+    # CPUs, in C++, built by this machine's compiler on first use
+    attention: Literal["auto", "plain", "native", "xla", "cudnn", "splash"] = "auto"
     log_every: PositiveInt = 10  # steps between lines of metrics.jsonl
     eval_every: PositiveInt = 250  # steps between validations; the last step has one too
     eval_tokens: PositiveInt | None = None  # validation tokens per evaluation, spread evenly; None: the whole split

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxgpt.config import GPTConfig, TrainConfig
 from jaxgpt.errors import UserError
 from jaxgpt.layers.kernels.fused import cudnn_attention, xla_attention
+from jaxgpt.layers.kernels.native import native_attention, why_not_native
 from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
 from jaxgpt.layers.kernels.splash import splash_attention, why_not_splash
 from jaxgpt.train import Params
@@ -68,6 +69,7 @@ PEAKS |= {"TPU v5e": PEAKS["TPU v5 lite"], "TPU v5p": PEAKS["TPU v5"], "TPU v6e"
 
 KERNELS: dict[str, AttentionFn] = {
     "plain": plain_attention,
+    "native": native_attention,
     "xla": xla_attention,
     "cudnn": cudnn_attention,
     "splash": splash_attention,
@@ -133,6 +135,7 @@ def compute_options(
         dtype = "float32" if device.platform == "cpu" else "bfloat16"
     elsewhere = f"the device is {device.device_kind}"
     why_not = {
+        "native": elsewhere if device.platform != "cpu" else why_not_native() if train.attention == "native" else None,
         "xla": CAPPED if model.attention_softcap is not None else None,
         "cudnn": _why_not_cudnn(device, dtype, model) or (PACKED if is_packed else None),
         "splash": why_not_splash(model.block_size, model.head_dim, dtype) if device.platform == "tpu" else elsewhere,

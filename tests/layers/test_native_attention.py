@@ -1,0 +1,117 @@
+"""The C++ kernel: equal to the plain one, in values and gradients, whatever the mask; built once; absent without noise."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgpt.config import GPTConfig, TrainConfig
+from jaxgpt.errors import UserError
+from jaxgpt.layers.kernels import native
+from jaxgpt.layers.kernels.native import native_attention, why_not_native
+from jaxgpt.layers.kernels.plain import plain_attention
+from jaxgpt.parallel.device import compute_options
+
+EQUAL = dict(rtol=1e-5, atol=1e-5)
+
+
+def out_and_gradients(attend, q, k, v, **how):
+    def pulled(*x):
+        out, pull = jax.vjp(functools.partial(attend, **how), *x)
+        return out, pull(jnp.cos(out))
+
+    return jax.jit(pulled)(q, k, v)
+
+
+def made(B, T, N, K, H, V):
+    rng = np.random.default_rng(0)
+    shapes = (B, T, N, H), (B, T, K, H), (B, T, K, V)
+    return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernel():
+    if (why := why_not_native()) is not None:
+        pytest.skip(f"no native attention here: {why}")
+
+
+# (B, T, N, K, H, V): sizes that no vector and no block of queries divides.
+@pytest.mark.parametrize(
+    ("sizes", "how"),
+    [
+        ((2, 64, 4, 4, 32, 32), {}),
+        ((2, 37, 4, 2, 20, 12), {"scale": 0.3}),
+        ((1, 101, 4, 1, 24, 40), {"window": 50, "segments_BT": 1}),
+        ((2, 70, 6, 3, 7, 7), {"window": 9, "softcap": 0.7}),
+        ((2, 26, 2, 2, 16, 16), {"window": 1, "segments_BT": 1, "softcap": 2.0}),
+        ((3, 1, 2, 1, 5, 3), {}),
+    ],
+)
+def test_it_equals_the_plain_kernel(sizes, how):
+    B, T = sizes[:2]
+    if "segments_BT" in how:
+        ids_BT = np.sort(np.random.default_rng(1).integers(4, size=(B, T)), axis=1)
+        how = how | {"segments_BT": jnp.asarray(ids_BT, jnp.int32)}
+    found, expected = (
+        out_and_gradients(attend, *made(*sizes), **how) for attend in (native_attention, plain_attention)
+    )
+    chex.assert_trees_all_close(found, expected, **EQUAL)
+
+
+def test_large_scores_are_finite_and_have_the_weights_of_a_maximum():
+    q, k, v = made(1, 40, 2, 1, 16, 16)
+    found, expected = (out_and_gradients(attend, 1e3 * q, k, v) for attend in (native_attention, plain_attention))
+    np.testing.assert_allclose(found[0], expected[0], **EQUAL)
+    chex.assert_tree_all_finite(found)
+
+
+def test_the_bits_are_the_same_each_time_and_in_any_company():
+    q, k, v = made(6, 50, 4, 2, 16, 16)
+    first = out_and_gradients(native_attention, q, k, v)
+    for _ in range(5):
+        chex.assert_trees_all_equal(out_and_gradients(native_attention, q, k, v), first)
+    alone = out_and_gradients(native_attention, q[:1], k[:1], v[:1])
+    chex.assert_trees_all_equal(alone, jax.tree.map(lambda x: x[:1], first))
+
+
+def test_bfloat16_is_converted_and_dropout_is_the_plain_kernels():
+    q, k, v = (x.astype(jnp.bfloat16) for x in made(1, 20, 2, 2, 8, 8))
+    out = native_attention(q, k, v)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out.astype(jnp.float32), plain_attention(q, k, v).astype(jnp.float32), atol=0.02)
+    how = {"dropout": 0.5, "key": jax.random.key(0)}
+    np.testing.assert_array_equal(
+        native_attention(*made(1, 9, 2, 2, 8, 8), **how), plain_attention(*made(1, 9, 2, 2, 8, 8), **how)
+    )
+
+
+def test_it_is_built_once(monkeypatch, tmp_path):
+    """And where it cannot be, one line says why, and only to whoever asks for it."""
+    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
+    compiler = native.shutil.which("c++") or native.shutil.which("g++") or native.shutil.which("clang++")
+    built = native._build(compiler)
+    assert [x.name for x in (tmp_path / "native").iterdir()] == [built.name]
+    monkeypatch.setattr(native.subprocess, "run", None)
+    assert native._build(compiler) == built
+
+
+@pytest.mark.parametrize(
+    ("cxx", "said"),
+    [("no-such-compiler", "there is no C++ compiler (no-such-compiler)"), ("false", "does not build it: ")],
+)
+def test_where_it_cannot_be_built(cxx, said, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", cxx)
+    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
+    monkeypatch.setattr(native, "why_not_native", why_not_native.__wrapped__)
+    monkeypatch.setattr("jaxgpt.parallel.device.why_not_native", why_not_native.__wrapped__)
+    model = GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=8)
+    assert compute_options(model, TrainConfig()).attention == "plain"
+    with pytest.raises(UserError) as e:
+        compute_options(model, TrainConfig(attention="native"))
+    assert said in str(e.value) and "Use auto or plain." in str(e.value)
+    assert compute_options(model, TrainConfig(attention="native"), required=False).attention == "plain"
+    with pytest.raises(UserError, match="there is no native attention here"):
+        native_attention(*made(1, 2, 1, 1, 4, 4))
