@@ -5,8 +5,8 @@ Reference   nanochat's runs/runcpu.sh (github.com/karpathy/nanochat at 92d63d4):
 Data        the docstrings of Python's standard library and of the packages that jaxgpt installs, 11.5 million characters
             of English with code. Conversations are made here: questions about Python with the first sentence of the
             answer in its reference, words to spell, and sums of three digits. GRPO is rewarded for right sums.
-Stages      a BPE of 2,048 tokens and pretraining; the conversations; GRPO on sums that no conversation had. Each is a
-            run of its own, and the same command goes on where it was interrupted.
+Stages      a BPE of 2,048 tokens and pretraining; the conversations; GRPO on sums. A tenth of all sums is held out from
+            both. Each stage is a run of its own, and the same command goes on where it was interrupted.
 Command     python experiments/post/chat_from_nothing.py            everything, in runs/chat-from-nothing
             jaxgpt serve runs/chat-from-nothing/grpo                the chat in a browser
 Expected    Sentences about Python that read well and are wrong, and nine sums in ten right.
