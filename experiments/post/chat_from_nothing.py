@@ -157,8 +157,7 @@ def make_stages(root: Path, share: float = 1.0) -> dict[str, Experiment]:
     grpo = dataclasses.replace(
         sft,
         name="grpo",
-        model=dataclasses.replace(model, block_size=28),  # a question and its answer
-        data=SumRolloutsConfig(),
+        data=SumRolloutsConfig(row=28),  # a question and its answer
         objective=PolicyConfig(),
         optim=OptimConfig(learning_rate=1e-5, schedule="constant", weight_decay=0.0),
         train=dataclasses.replace(

@@ -51,6 +51,7 @@ class RolloutConfig(TaskConfig):
 
     group: PositiveInt = 8  # completions of each prompt; divides train.batch_size
     max_new_tokens: PositiveInt = 64  # tokens of a completion, with its end
+    row: PositiveInt | None = None  # tokens that a row of training has, at most block_size; None: block_size
     temperature: NonNegativeFloat = 1.0  # GRPO's objective needs the same one; 0: greedy
     scale: bool = True  # divide a prompt's advantages by the deviation of its rewards
     keep: float | None = (
@@ -84,10 +85,13 @@ class RolloutConfig(TaskConfig):
 
     def shape_batch(self, tokens_BT: jax.ShapeDtypeStruct) -> Batch:
         """Return the shapes of a training batch, after the rollout."""
-        if (rows := math.prod(tokens_BT.shape[:-1])) % self.group:
+        if (count := math.prod(tokens_BT.shape[:-1])) % self.group:
             raise UserError(
-                f"train.batch_size={rows}: needs a multiple of data.group={self.group}, completions of a prompt"
+                f"train.batch_size={count}: needs a multiple of data.group={self.group}, completions of a prompt"
             )
+        *rows, T = tokens_BT.shape
+        shape = *rows, min(self.row or T, T)
+        tokens_BT = jax.ShapeDtypeStruct(shape, tokens_BT.dtype, sharding=tokens_BT.sharding)
         batch = super().shape_batch(tokens_BT)
         if self.keep is not None:
             return batch
@@ -125,7 +129,7 @@ class Rollouts:
 
     def __call__(self, trainer: Trainer, params: dict, batch: Batch, key: jax.Array) -> tuple[Batch, dict[str, float]]:
         """Return (the batch of completions, metrics)."""
-        config, T, objective = self.config, batch.inputs_BT.shape[1], trainer.objective
+        config, objective, T = self.config, trainer.objective, trainer.abstract_batch.inputs_BT.shape[-1]
         if isinstance(objective, GRPOConfig) and objective.temperature != (config.temperature or 1.0):
             raise UserError(
                 f"data.temperature={config.temperature} and objective.temperature={objective.temperature} differ: "

@@ -81,7 +81,7 @@ def plot_losses(lines: Sequence[dict[str, Any]], path: Path, title: str) -> None
     from matplotlib.figure import Figure  # 2 s to import; pyplot would set global state
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot(title=title, xlabel="optimiser step", ylabel="loss (nats per token)")
+    axes = figure.add_subplot(title=title, xlabel="optimiser step", ylabel="loss")
     if train:
         axes.plot(*zip(*train, strict=True), color="#9ecae1", linewidth=1, label="training, one batch")
     if val:

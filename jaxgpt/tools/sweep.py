@@ -417,7 +417,7 @@ def plot_sweep(found: SweepResult) -> None:
         elif axis.is_log:
             panel.set_xscale("log")
         panel.grid(alpha=0.25)
-    panels[0].set_ylabel("validation loss (nats per token)")
+    panels[0].set_ylabel("validation loss")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
     with open_whole(found.directory / PLOT) as f:
         figure.savefig(f, format="png", dpi=130)

@@ -353,6 +353,17 @@ def test_rejection_sampling_learns_from_good_completions_only(experiment, tmp_pa
 
 
 @pytest.mark.slow
+def test_rows_may_be_shorter_than_the_context(experiment, tmp_path):
+    """A model keeps its context, and a step computes no more than its rows need: to the bit what a shorter one does."""
+    steps = []
+    for name, e in (("short", experiment), ("long", changed(experiment, model={"block_size": 24}, data={"row": 12}))):
+        training = open_training(e, tmp_path / name, None)
+        steps.append([m for _, _, m in training.take_steps(training.restore_or_init(0), 0, 3)])
+    for name in ("loss", "grad_norm", "reward", "length", "entropy"):
+        assert [float(m[name]) for m in steps[0]] == [float(m[name]) for m in steps[1]], name
+
+
+@pytest.mark.slow
 def test_adapters_and_a_reference_take_part(experiment, trained, tmp_path):
     parts = {
         "train": {"init_from": str(trained), "steps": 3},

@@ -350,11 +350,11 @@ def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None
 
 def describe_run(run: Run) -> list[tuple[str, str]]:
     """Return the facts at the head of a page: (name, value)."""
-    config = run.model.config
+    config, loss = run.model.config, run.val_loss
     return [
         ("run", str(run.directory)),
         ("step", f"{run.step:,}"),
-        ("validation loss", "not measured" if run.val_loss is None else f"{run.val_loss:.4f} nats per token"),
+        ("validation loss", "not measured" if loss is None else f"{loss:.4f} {run.experiment.objective.unit}"),
         ("parameters", f"{count_parameters(run.model.shapes()):,}"),
         ("layers, heads, width", f"{config.n_layer}, {config.n_head}, {config.n_embd}"),
         ("norm", f"{config.norm}, {config.norm_position}"),
