@@ -194,8 +194,8 @@ def test_only_the_command_line_prints():
 # The most lines of Python of each part, all of it counted. A part that shrinks takes its number down with it.
 BUDGET = {
     "the flat files": 2_090,
-    "config": 1_075,
-    "layers": 1_100,
+    "config": 1_080,
+    "layers": 1_215,
     "parallel": 1_645,
     "data": 2_490,
     "sample": 2_475,
@@ -205,9 +205,9 @@ BUDGET = {
     "interventions": 875,
     "serve": 1_400,
     "cli": 1_140,
-    "tools": 4_460,
-    "all of jaxgpt": 22_915,
-    "tests": 27_355,
+    "tools": 4_485,
+    "all of jaxgpt": 23_060,
+    "tests": 27_555,
 }
 FILES = 130  # of the package
 
