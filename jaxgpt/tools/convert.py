@@ -309,7 +309,7 @@ def _model_card(run: Run, family: Family) -> str:
         if seconds:
             facts.append(f"- Time: {max(seconds):,.0f} s, on {metadata.device}.")
         if run.val_loss is not None:
-            facts.append(f"- Validation loss: {run.val_loss:.4f}, {experiment.objective.unit}.")
+            facts.append(f"- Validation loss: {run.val_loss:.4f} {experiment.objective.unit}.")
         if metadata.command is not None:
             facts.append(f"- Command: `{_hide_folders(*shlex.split(metadata.command))}`")
     origin = "\n".join(facts)

@@ -10,8 +10,8 @@ import pytest
 
 from jaxgpt.config import GPTConfig, TrainConfig
 from jaxgpt.errors import UserError
-from jaxgpt.layers.kernels import native
-from jaxgpt.layers.kernels.native import native_attention, why_not_native
+from jaxgpt.layers.kernels.native import attention as native
+from jaxgpt.layers.kernels.native.attention import native_attention, why_not_native
 from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.parallel.device import compute_options
 

@@ -1,6 +1,6 @@
 // Causal attention on CPUs, forward and backward: the scores of a block of queries never leave a core's cache.
 //
-// `native.py` compiles this file and calls it from XLA. Arrays are float32, [B, T, heads, size]; a key/value head serves
+// `attention.py` compiles this file and calls it from XLA. Arrays are float32, [B, T, heads, size]; a key/value head serves
 // N / K query heads. A task is one key/value head of one row: no two tasks add to the same number, and a task adds in one
 // order, so that the result does not depend on the number of threads.
 

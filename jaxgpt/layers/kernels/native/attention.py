@@ -1,0 +1,115 @@
+"""Causal attention in C++ for CPUs, which this machine's own compiler builds on first use."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgpt.errors import UserError
+from jaxgpt.files import cache_directory, make_cache
+from jaxgpt.layers.kernels.plain import plain_attention
+from jaxgpt.layers.remat import save_in_remat
+
+SOURCE = Path(__file__).with_name("attention.cc")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-DNDEBUG", "-fPIC", "-shared")
+COMPILERS = ("c++", "g++", "clang++")  # unless the environment variable CXX names one
+DEADLINE = 120  # seconds for the compiler, which takes 4
+
+
+def native_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    segments_BT: jax.Array | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """Attend like `plain_attention`, whose result and gradients it has to 1e-5. -> out_BTNH.
+
+    A core takes a row and a key/value head, and a block of queries at a time, whose scores stay in its cache: no [T, S]
+    array is written, and the backward pass computes them again (FlashAttention, Dao et al. 2022, arXiv:2205.14135).
+    T and S are equal. The bits do not depend on the number of cores. Other types than float32 are converted, and dropout
+    falls back to `plain_attention`. Raises `UserError` where `why_not_native` says why.
+    """
+    if key is not None:
+        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "dropout": dropout}
+        return plain_attention(q_BTNH, k_BSKH, v_BSKH, segments_BT=segments_BT, key=key, **options)
+    if (why := why_not_native()) is not None:
+        raise UserError(f"there is no native attention here: {why}")
+    ids_BT = jnp.zeros((0, 0), jnp.int32) if segments_BT is None else segments_BT.astype(jnp.int32)
+    scores = (q_BTNH.shape[-1] ** -0.5 if scale is None else scale, window or 0, softcap or 0.0)
+    out_BTNH = _attend(*(x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH)), ids_BT, scores)
+    return out_BTNH.astype(v_BSKH.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ids_BT: jax.Array, scores: tuple) -> jax.Array:
+    return _forward(q_BTNH, k_BSKH, v_BSKH, ids_BT, scores)[0]
+
+
+def _forward(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ids_BT: jax.Array, scores: tuple) -> Any:
+    B, T, N, _ = q_BTNH.shape
+    shapes = (B, T, N, v_BSKH.shape[-1]), (B, N, T)  # the result, and the logarithm of each softmax's sum
+    made = _call("forward", shapes, scores, q_BTNH, k_BSKH, v_BSKH, ids_BT)
+    out_BTNH, lse_BNT = map(save_in_remat, made)
+    return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, ids_BT, out_BTNH, lse_BNT)
+
+
+def _backward(scores: tuple, kept: tuple, dout_BTNH: jax.Array) -> tuple:
+    return *_call("backward", tuple(x.shape for x in kept[:3]), scores, *kept, dout_BTNH), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _call(direction: str, shapes: tuple, scores: tuple, *arrays: jax.Array) -> Any:
+    scale, window, softcap = scores
+    call = jax.ffi.ffi_call(f"jaxgpt_attention_{direction}", [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes])
+    return call(*arrays, scale=np.float32(scale), window=np.int64(window), softcap=np.float32(softcap))
+
+
+@functools.cache
+def why_not_native() -> str | None:
+    """Build the kernel, if the cache does not have it, and load it. Return why that fails, or None."""
+    named = os.environ.get("CXX")
+    compiler = next((found for name in ((named,) if named else COMPILERS) if (found := shutil.which(name))), None)
+    if compiler is None:
+        return f"there is no C++ compiler ({named or ', '.join(COMPILERS)})"
+    try:
+        library = ctypes.CDLL(str(_build(compiler)))
+    except (OSError, UserError, subprocess.SubprocessError) as e:
+        said = getattr(e, "stderr", None) or str(e)
+        return f"{compiler} does not build it: {said.strip().splitlines()[0]}"
+    for direction in ("forward", "backward"):
+        handler = jax.ffi.pycapsule(getattr(library, f"attention_{direction}"))
+        jax.ffi.register_ffi_target(f"jaxgpt_attention_{direction}", handler, platform="cpu")
+    return None
+
+
+def _build(compiler: str) -> Path:
+    """Return the compiled kernel, by a name of all that decides it: a home directory may serve several machines."""
+    command = [compiler, *FLAGS, "-I", jax.ffi.include_dir(), str(SOURCE)]
+    cpu = Path("/proc/cpuinfo")
+    flags = {x for x in cpu.read_text().splitlines() if x.startswith(("flags", "model"))} if cpu.exists() else set()
+    decides = [*command, os.stat(compiler).st_mtime_ns, jax.__version__, sysconfig.get_platform(), *sorted(flags)]
+    digest = hashlib.sha256(SOURCE.read_bytes() + repr(decides).encode()).hexdigest()[:16]
+    library = cache_directory() / "native" / f"attention-{digest}.so"
+    if not library.exists():
+        make_cache(library.parent)
+        made = library.with_name(f"{library.name}.{os.getpid()}")
+        subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, text=True, timeout=DEADLINE)
+        made.replace(library)
+    return library
