@@ -11,12 +11,14 @@ Command     python experiments/post/chat_from_nothing.py            everything, 
             jaxgpt serve runs/chat-from-nothing/grpo                the chat in a browser
 Expected    Sentences about Python that read well and are wrong, and nine sums in ten right.
 Result      30 minutes on two shared cores of an AMD EPYC (family 25, model 17, AVX-512), jax 0.12.0.1, 2026-11-25: 24 of
-            pretraining, 2 of conversations, 4 of GRPO and the pages. The held-out text has 1.5150 bits per byte. Of 256 held-out sums
-            75.0% are right after the conversations, and 80.1% after GRPO. nanochat with the same text, conversations and
-            time (4 layers of width 256, 5.2M parameters, 1,250 steps of 4,096 tokens): 1.4995 and 52.0%.
+            pretraining, 2 of conversations, 4 of GRPO and the pages. The held-out text has 1.5150 bits per byte. Of 256
+            held-out sums 75.0% are right after the conversations, and 80.1% after GRPO. nanochat with the same text and
+            conversations, and about that time (4 layers of width 256, 5.2M parameters, 1,250 steps of 4,096 tokens):
+            1.4995 and 52.0%.
 Verdict     Half an hour is enough for all stages. Sentences read well and are wrong, as expected, and eight sums in ten are
             right, not nine. nanochat predicts the text slightly better, with more parameters and twice the context. GRPO's
-            five points are less than two standard errors of 256 sums. LOG.md has what else was tried.
+            five points, at the best of its steps, are less than two standard errors of such a difference, and prove
+            nothing. LOG.md has what else was tried.
 """
 
 import argparse

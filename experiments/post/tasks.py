@@ -167,7 +167,7 @@ def make_row(prompt: np.ndarray, completion: np.ndarray, block_size: int, text: 
     if not len(prompt) or len(ids) > block_size + 1:
         raise UserError(
             f"{short(text)} has {len(prompt)} tokens and its completion {len(completion)}: block_size={block_size} needs "
-            f"1 or more, and at most {block_size + 1} together: raise --model.block-size, or draw shorter prompts"
+            f"1 or more, and at most {block_size + 1} together: raise --model.block-size (and --data.row), or draw shorter prompts"
         )
     inputs, targets, mask, segments = np.zeros((4, block_size), np.int32)
     inputs[: len(ids) - 1], targets[: len(ids) - 1], segments[: len(ids) - 1] = ids[:-1], ids[1:], 1

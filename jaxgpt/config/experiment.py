@@ -95,7 +95,7 @@ class DataConfig:
 class ObjectiveConfig:
     """What training minimises: the cross-entropy of the next token. A subclass may minimise something else."""
 
-    unit = "nats per token"  # of the validation loss; a subclass whose loss is another without a key names another
+    unit = "nats per token"  # what a validation loss is; a subclass that validates with something else names that
 
     def make_loss(self, model: nn.Module, *, head_loss: HeadLoss | None = None, label_smoothing: float = 0.0) -> LossFn:
         """Return the loss: (params, batch, key) -> (summed loss, number of targets, metrics). Arguments: `loss.make_loss`."""

@@ -27,7 +27,7 @@ STUDY = "study.json"  # the result, next to the directories of the variants
 # Fields that determine the validation data.
 METRIC = ("data.corpus", "data.path", "data.val_fraction", "train.eval_tokens")
 DISAGREEMENT = 0.1  # nats per token, and fraction: seeds whose losses differ by more than both have no average
-DETECT = 0.01  # of the validation loss: the difference of `seeds_needed`
+DETECT = 0.01  # the difference of validation losses that `seeds_needed` seeds find
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -61,7 +61,7 @@ class Study:
     tokens: Table
     seconds: Table
     seeds: int
-    unit: str = ObjectiveConfig.unit  # of the validation losses
+    unit: str = ObjectiveConfig.unit  # what the validation losses are
 
     def __str__(self) -> str:
         head = ["variant", "mean", "standard deviation", "difference from the first", "verdict"]

@@ -151,7 +151,7 @@ def test_sums_have_a_carry_and_no_prompt_is_in_two_splits():
 
 
 def test_a_task_keeps_its_defaults_among_the_bases():
-    """Its class comes first. Last, it would have those of `TaskConfig`, and a chat model was asked without its template."""
+    """If its class came last, `TaskConfig`'s would hide them. A chat model was once asked without its template so."""
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Talk(tasks.ArithmeticConfig):

@@ -50,11 +50,11 @@ def evaluate_run(
         batch_size: windows per batch. None means the batch size of the run's training.
 
     Returns:
-        loss, its unit, perplexity, tokens, stride, bits_per_byte (UTF-8) and bits_per_character: the last two are None
-        if only token ids are known, and these and perplexity if the unit is not nats per token. A mixture adds losses,
-        those of its sources: its loss is their mean, by their weights. Conversations add left_out, the number that do
-        not fit into the context and are not scored, and shortened, the number that are cut after the last answer that
-        fits.
+        loss, its unit, perplexity, tokens, stride, bits_per_byte (UTF-8) and bits_per_character. The last two are None
+        if only token ids are known. Like perplexity, they are None if the unit is not nats per token. A mixture adds
+        losses, one for each source, and its loss is their mean, by their weights. Conversations add left_out and
+        shortened: how many do not fit into the context and are not scored, and how many are cut after the last answer
+        that fits.
 
     Raises:
         UserError: if an option does not suit the model or the data, or the file cannot be read or has nothing to score.

@@ -14,6 +14,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -340,32 +341,17 @@ static ffi::Error BackwardCall(ffi::ThreadPool pool, Floats q, Floats k, Floats 
   return ffi::Error::Success();
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_forward, ForwardCall,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Ints>()
-                                  .Ret<Floats>()
-                                  .Ret<Floats>()
-                                  .Attr<float>("scale")
-                                  .Attr<int64_t>("window")
-                                  .Attr<float>("softcap"));
+// What both calls begin with: threads, queries, keys, values, and the document of each token.
+static auto Bind() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>().Arg<Ints>(); }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_backward, BackwardCall,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Ints>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Ret<Floats>()
-                                  .Ret<Floats>()
-                                  .Ret<Floats>()
-                                  .Attr<float>("scale")
-                                  .Attr<int64_t>("window")
-                                  .Attr<float>("softcap"));
+// And what they end with.
+template <typename Binding>
+static auto WithAttributes(Binding binding) {
+  return std::move(binding).template Attr<float>("scale").template Attr<int64_t>("window").template Attr<float>("softcap");
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_forward, ForwardCall, WithAttributes(Bind().Ret<Floats>().Ret<Floats>()));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    attention_backward, BackwardCall,
+    WithAttributes(Bind().Arg<Floats>().Arg<Floats>().Arg<Floats>().Ret<Floats>().Ret<Floats>().Ret<Floats>()));

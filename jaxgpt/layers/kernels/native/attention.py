@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.errors import UserError
+from jaxgpt.errors import UserError, first_line
 from jaxgpt.files import cache_directory, make_cache
 from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.layers.remat import save_in_remat
@@ -90,9 +90,8 @@ def why_not_native() -> str | None:
         return f"there is no C++ compiler ({named or ', '.join(COMPILERS)})"
     try:
         library = ctypes.CDLL(str(_build(compiler)))
-    except (OSError, UserError, subprocess.SubprocessError) as e:
-        said = getattr(e, "stderr", None) or str(e)
-        return f"{compiler} does not build it: {said.strip().splitlines()[0]}"
+    except (OSError, UserError, subprocess.TimeoutExpired) as e:
+        return f"{compiler} does not build it: {first_line(e)}"
     for direction in ("forward", "backward"):
         handler = jax.ffi.pycapsule(getattr(library, f"attention_{direction}"))
         jax.ffi.register_ffi_target(f"jaxgpt_attention_{direction}", handler, platform="cpu")
@@ -110,6 +109,8 @@ def _build(compiler: str) -> Path:
     if not library.exists():
         make_cache(library.parent)
         made = library.with_name(f"{library.name}.{os.getpid()}")
-        subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, text=True, timeout=DEADLINE)
+        done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, timeout=DEADLINE)
+        if done.returncode:
+            raise OSError(done.stderr or f"exit status {done.returncode}")
         made.replace(library)
     return library
