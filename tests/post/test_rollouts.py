@@ -31,7 +31,8 @@ from tests.helpers import TINY, make_model, run_command
 POST = REPOSITORY / "experiments" / "post"
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(POST))
-    tasks, rollouts, updates = map(importlib.import_module, ("tasks", "rollouts", "updates"))
+    names = "tasks", "rollouts", "updates", "distillation"
+    tasks, rollouts, updates, distillation = map(importlib.import_module, names)
 
 # A user's file, beside those of the folder. Its reward, or its callback, ends the process where KILL says.
 OWN = """
@@ -350,6 +351,18 @@ def test_rejection_sampling_learns_from_good_completions_only(experiment, tmp_pa
     bare = dataclasses.replace(training.dataset, roll_out=lambda *_: (batch._replace(mask_BT=None), {}))
     with pytest.raises(UserError, match=r"the rollout of step 1 is .*Rollouts.shape_batch says"):
         dataclasses.replace(training, dataset=bare).shard_batch(1, state, alone)
+
+
+@pytest.mark.slow
+def test_distillation_learns_from_the_students_own_completions(experiment, trained, tmp_path):
+    """On-policy: each completion is a target, and a student nears its teacher on what it writes itself."""
+    teacher = distillation.DistillationConfig(teacher=str(trained), weight=1.0, temperature=1.0, direction="reverse")
+    on_policy = dataclasses.replace(
+        changed(experiment, data={"keep": 0.0}, train={"steps": 30, "seed": 1}), objective=teacher
+    )
+    training = open_training(on_policy, tmp_path / "r", None)
+    losses = [float(m["loss"]) for _, _, m in training.take_steps(training.restore_or_init(0), 0, 30)]
+    assert 0 < np.mean(losses[-5:]) < 0.5 * np.mean(losses[:5]), losses
 
 
 @pytest.mark.slow
