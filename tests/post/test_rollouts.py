@@ -371,6 +371,7 @@ def test_rows_may_be_shorter_than_the_context(experiment, tmp_path):
     steps = []
     for name, e in (("short", experiment), ("long", changed(experiment, model={"block_size": 24}, data={"row": 12}))):
         training = open_training(e, tmp_path / name, None)
+        assert training.trainer.abstract_batch.inputs_BT.shape == (8, 12)
         steps.append([m for _, _, m in training.take_steps(training.restore_or_init(0), 0, 3)])
     for name in ("loss", "grad_norm", "reward", "length", "entropy"):
         assert [float(m[name]) for m in steps[0]] == [float(m[name]) for m in steps[1]], name
