@@ -5,9 +5,9 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """A mistake the user can correct. The message: what was got, what is needed, what to do.
+    """A mistake the user can correct. The message says what was got, what is needed and what to do.
 
-    The command line prints it without a traceback and exits with status 2; from Python it is a `ValueError`.
+    The command line prints it without a traceback and exits with status 2. From Python it is a `ValueError`.
     """
 
 

@@ -107,7 +107,7 @@ def json_sha256(value: Any) -> str:
 def parse_json(raw: str | bytes, where: str) -> Any:
     """Parse JSON more strictly than `json.loads`: no duplicate keys, on which readers disagree, and no NaN.
 
-    Raises `UserError` for damaged JSON; `where` names the source in its message.
+    Raises `UserError` for damaged JSON. `where` names the source in its message.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def new_file(path: str, *, force: bool) -> Path:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file atomically, as `open_whole` does; a str is encoded as UTF-8."""
+    """Write a file atomically, as `open_whole` does. A str is encoded as UTF-8."""
     with open_whole(path) as f:
         f.write(content.encode() if isinstance(content, str) else content)
 
@@ -174,7 +174,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def open_whole(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing that appears on exit, complete or not at all, even after a power failure.
 
-    Its directory must exist. A link at `path` is replaced; its target is unchanged.
+    Its directory must exist. A link at `path` is replaced, and its target is unchanged.
     """
     # Not with `mkstemp`: only the owner can read its files, whatever the umask is.
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")

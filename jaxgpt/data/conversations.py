@@ -1,4 +1,4 @@
-"""Conversations: read and validated line by line, encoded, and packed into rows of one length without a cut."""
+"""Read conversations line by line, validate and encode them, and pack them into rows of one length without a cut."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _messages(value: Any, where: str) -> list[Message]:
 def encode_all(
     path: str | Path, tokenizer: Tokenizer, template: ChatTemplate
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (ids, mask) of each conversation; the mask is True for the tokens of the assistant.
+    """Yield (ids, mask) of each conversation. The mask is True for the tokens of the assistant.
 
     Tokens after the last answer are dropped. Raises `UserError` for a conversation that the template rejects.
     """
@@ -110,7 +110,7 @@ def tokenise(written: Written, tokenizer: Tokenizer) -> tuple[np.ndarray, np.nda
         start, end = at[n]
         start += max(written.text[start:end].find(specials[int(ids[n])]), 0)  # skip spaces that the token may include
         end = start + len(specials[int(ids[n])])
-        content = bisect.bisect_right(ends, start)  # the first that ends after the start; contents follow each other
+        content = bisect.bisect_right(ends, start)  # the first that ends after the start, since contents follow each other
         if content < len(ends) and written.contents[content][0] < end:
             forged = True
         else:
@@ -138,7 +138,7 @@ def _encode_between(text: str, ids: np.ndarray, at: np.ndarray, tokenizer: Token
 
 
 def pack_best_fit(sizes_N: np.ndarray, room: int) -> np.ndarray:
-    """Return row_N, int64: the row of each size, if each goes, largest first, to the fullest row that it fits.
+    """Return row_N, int64: the row of each size. The largest goes first, each to the fullest row that it fits.
 
     Sizes are from 1 to `room`. At most 11/9 of the minimum number of rows plus 4 are used (Johnson et al. 1974, SIAM J.
     Comput. 3(4)).
@@ -169,7 +169,7 @@ class Conversations(Split):
     """
 
     def __init__(self, ids: np.ndarray, answers: np.ndarray, ends: np.ndarray, block_size: int):
-        """Select what fits of the concatenated `ids`; `answers` is their mask, `ends` the end of each conversation."""
+        """Select what fits of the concatenated `ids`. `answers` is their mask, `ends` the end of each conversation."""
         self._ids, self.answers, self.block_size = ids, answers, block_size
         starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
         whole = np.array(ends) - starts
@@ -182,7 +182,7 @@ class Conversations(Split):
     def fit(self, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (tokens to read of each, inputs that they take up in a row).
 
-        n tokens give n - 1 inputs, each with a target of the same conversation.
+        A conversation of n tokens gives n - 1 inputs. The target of each is in the same conversation.
         """
         lengths = lengths.copy()
         for n in np.flatnonzero(lengths > self.block_size + 1):
@@ -197,7 +197,7 @@ class Conversations(Split):
     # by arithmetic.
     @functools.cached_property
     def _packing(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (conversations, longest first; ranks in it, sorted by row; end of each row in these)."""
+        """Return (conversations, longest first), (ranks in that order, sorted by row) and (end of each row in the ranks)."""
         longest_first = np.argsort(-self.sizes, kind="stable")
         row_N = pack_best_fit(self.sizes[longest_first], self.block_size)
         return longest_first, np.argsort(row_N, kind="stable"), np.cumsum(np.bincount(row_N))

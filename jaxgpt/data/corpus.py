@@ -23,7 +23,7 @@ from jaxgpt.files import cache_directory, is_there, make_cache, open_file, open_
 LOG = logging.getLogger(__name__)
 
 CHUNK = 8 * 1024**2  # bytes read at a time: a text may be larger than memory
-LARGEST = 2**28  # bytes of a download; every registered corpus is far below
+LARGEST = 2**28  # bytes of a download. Every registered corpus is far below
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Corpus:
     """A public text: downloaded on first use, verified, and kept in the cache."""
 
     url: str
-    sha256: str  # of the text that `clean` returns, in UTF-8
+    sha256: str  # the digest of what `clean` returns, in UTF-8
     clean: Callable[[str], str] = str  # turns the download into the text
 
 
@@ -115,7 +115,7 @@ def fetch(url: str) -> Path:
     Files are downloaded once, and again where their size or version has changed. Raises `UserError` if that fails.
     """
     try:
-        import fsspec  # 0.1 s, which local data do without
+        import fsspec  # takes 0.1 s to import, which local data do without
 
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback for each try without a network
         fs, root = fsspec.url_to_fs(url)
@@ -123,7 +123,7 @@ def fetch(url: str) -> Path:
         is_file = fs.info(root)["type"] == "file"
         names = [root] if is_file else sorted(f for f in fs.ls(root, detail=False) if f.endswith(kinds))
         infos = {name.rpartition("/")[2]: fs.info(name) for name in names}
-        stamps = ("size", "etag", "ETag", "mtime", "LastModified", "created")  # by which services tell versions
+        stamps = ("size", "etag", "ETag", "mtime", "LastModified", "created")  # services tell versions by one of these
         versions = {name: [str(info.get(stamp)) for stamp in stamps] for name, info in infos.items()}
         if not versions:
             raise UserError(f"{url} has no .bin or .txt files: name a folder of token shards or texts, or a file")
@@ -147,7 +147,7 @@ def fetch(url: str) -> Path:
         raise UserError(f"{url} needs another package: python -m pip install 'jaxgpt[remote]' ({e})") from None
     except UserError:
         raise
-    except Exception as e:  # each service has its own
+    except Exception as e:  # each service has exceptions of its own
         why = str(e).strip().partition("\n")[0] or type(e).__name__
         raise UserError(f"cannot read {url}: {why}. Check the address and your credentials for it") from None
     return directory / next(iter(versions)) if is_file else directory
@@ -179,7 +179,7 @@ def read_text(files: list[Path]) -> Iterator[str | None]:
 
 
 def _download(name: str, corpus: Corpus, path: Path) -> None:
-    """Download, clean and verify a corpus, then write it. Raises `UserError` if that fails; a wrong text is not used."""
+    """Download, clean, verify and write a corpus. Raises `UserError` if that fails. A wrong text is not used."""
     by_hand = f"To give it by hand, save the text as {path}, or use --data.path FILE."
     make_cache(path.parent)
     try:

@@ -30,10 +30,10 @@ from jaxgpt.errors import UserError
 from jaxgpt.files import cache_directory, is_there, make_cache, read_json, sha256, write_whole
 
 LOG = logging.getLogger(__name__)
-REPORTED = 2**25  # bytes; reading a text of at least this size is reported
+REPORTED = 2**25  # bytes. Reading a text of at least this size is reported
 REPORT_EVERY = 5.0  # seconds between lines that tell how much of a text is read
-TEXT_FORMAT = 2  # version of cached texts; increased when the same text gives other tokens
-DOCUMENT_FORMAT = 2  # the same of cached conversations
+TEXT_FORMAT = 2  # version of cached texts. It is increased when the same text gives other tokens
+DOCUMENT_FORMAT = 2  # version of cached conversations, likewise
 SPLITS = ("train", "val")
 
 
@@ -46,8 +46,8 @@ def prepare(
 ) -> Dataset:
     """Return the dataset of a configuration. Text is encoded once and cached as memory-mapped token files.
 
-    The split is by position: the last `val_fraction` of the characters of each file is held out. For .bin files without
-    one for validation it is a fraction of the tokens, for conversations a fraction of their number.
+    The split is by position: the last `val_fraction` of the characters of each file is held out. If .bin files have none
+    for validation, a fraction of their tokens is held out. Conversations are split by their number.
 
     Args:
         config: the data and their tokenizer.
@@ -142,7 +142,7 @@ def _open_mixture(config: DataConfig, sources: dict[str, float], known: dict[str
 
 
 def _open_text(config: DataConfig, by_file: bool) -> Dataset:
-    """Return the dataset of a text: of each file its last part is held out or, not `by_file`, of all together."""
+    """Return the dataset of a text. The last part of each file is held out or, without `by_file`, of all together."""
     name, source = config.tokenizer, config.path or config.corpus
     files = find_user_files(config.path) if config.path else find_corpus_files(config.corpus)
     size, digests = sum(file.stat().st_size for file in files), set[str]()
@@ -150,7 +150,7 @@ def _open_text(config: DataConfig, by_file: bool) -> Dataset:
     def read(task: str) -> Iterator[str | None]:
         """Yield the text in pieces, with None between two files. Report progress, and check that it is the same text."""
         if size >= REPORTED:
-            LOG.warning("%s %s: %s", task, source, f"{size / 1e6:,.0f} MB")  # of this level, so that it is shown
+            LOG.warning("%s %s: %s", task, source, f"{size / 1e6:,.0f} MB")  # a warning, so that it is shown
         digest, done, reported, rest = hashlib.sha256(), 0, time.monotonic(), ""
         for piece in read_text(files):
             raw = b"\xff" if piece is None else piece.encode()  # the end of a document: a byte that UTF-8 never has
@@ -188,7 +188,7 @@ def _open_text(config: DataConfig, by_file: bool) -> Dataset:
         raise UserError(f"{source} is empty: there is nothing to learn from")
     if name == "char":
         tokenizer = CharTokenizer(alphabet)
-    # Of each file: how many characters are for training, and the splits that get the end of the document.
+    # For each file: how many characters are for training, and the splits that get the end of the document.
     share, by_file = 1.0 - config.val_fraction, by_file and len(lengths) > 1
     if by_file:
         cuts = [(int(length * share), SPLITS) for length in lengths]
@@ -206,7 +206,7 @@ def _open_text(config: DataConfig, by_file: bool) -> Dataset:
         spec["bpe_vocab_size"] = config.bpe_vocab_size
 
     def split(task: str) -> Iterator[tuple[str, str | None]]:
-        """Yield ("train" or "val", piece); None is the end of a document."""
+        """Yield ("train" or "val", piece). A piece of None is the end of a document."""
         of_documents = iter(cuts)
         left, ends = next(of_documents)
         for piece in read(task):
@@ -349,7 +349,7 @@ def _entry(spec: dict[str, Any]) -> Path:
 def _find_entry(known: dict[str, Any], is_packed: bool) -> Path | None:
     """Return the entry with a known fingerprint, whatever text it was made from, or None."""
     for meta in sorted((cache_directory() / "tokens").glob("*/meta.json")):
-        with contextlib.suppress(UserError, KeyError):  # of an earlier version, or just being written
+        with contextlib.suppress(UserError, KeyError):  # the entry is from an earlier version, or just being written
             held = read_json(meta, 2**20)["fingerprint"]
             if ("train_ends_sha256" in held) == is_packed and all(known.get(key) == held[key] for key in held):
                 return meta.parent

@@ -1,4 +1,4 @@
-"""Mix sources by weight: which source gives row n of a run, and which of its rows, depends on n alone."""
+"""Mix sources by weight. The row number n alone decides which source gives row n, and which of its rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Mixture(Split):
         return sum(len(split) for _, split in self.parts.values())
 
     def training_rows(self, *, block_size: int, seed: int) -> RowReader:
-        """Return the reader of row n. Each part gives the rows, in order, that training on it alone would have."""
+        """Return the reader of row n. Each part gives the same rows, in order, as in training on that part only."""
         order, counts = assign_rows([weight for weight, _ in self.parts.values()])
         readers = [split.training_rows(block_size=block_size, seed=seed) for _, split in self.parts.values()]
 
@@ -63,10 +63,10 @@ def parts_of(split: Split) -> dict[str, tuple[float, Split]]:
 
 
 def assign_rows(weights: list[float]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return, for each row of a period, its part and how many earlier rows that part had; and all its rows in a period.
+    """Return (part, earlier rows of that part) for each row of a period, and the number of rows of each part.
 
-    After any number of rows, each part has had its share of them, rounded up or down. This is the quota method (Balinski
-    and Young 1975). Only parts that have had less than their share are considered. The row goes to the one that is due first.
+    After any number of rows, each part has had its share of them, rounded up or down. This is the quota method
+    (Balinski and Young 1975). Parts that have had their share are passed over. Of the others, the one that is due first gets the row.
     """
     shares = np.round(np.array(weights) * PERIOD).astype(int)
     shares[np.argmax(shares)] += PERIOD - shares.sum()
@@ -80,10 +80,10 @@ def assign_rows(weights: list[float]) -> tuple[list[tuple[int, int]], list[int]]
 
 
 def read_mixture(path: str | None) -> dict[str, float]:
-    """Return the weight of each source of `--data.path a:0.7,b:0.3`, or of a JSON file whose name ends in mixture.json.
+    """Return the weight of each source of `--data.path a:0.7,b:0.3`, or of a `*mixture.json` file.
 
-    Sources in the file are relative to its folder. {}: the path is neither. Raises `UserError` for weights that are not
-    positive or do not sum to 1, and for a source that cannot be mixed.
+    Sources in the file are relative to its folder. A result of {} means that the path is neither. Raises `UserError` for
+    weights that are not positive or do not sum to 1, and for a source that cannot be mixed.
     """
     if path is None or (os.path.exists(path) and not path.endswith("mixture.json")):
         return {}

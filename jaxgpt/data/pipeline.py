@@ -1,4 +1,4 @@
-"""Datasets and their batches: a pure function of (seed, step), read ahead by a thread of Grain's."""
+"""Make datasets and their batches, a pure function of (seed, step), read ahead by a thread of Grain's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxgpt.data.tokenizer import Tokenizer
 
 PREFETCH = 16  # batches read ahead
 WALKED = 2**16  # windows of an epoch that are permuted at once
-MOST_STEPS = 2**40  # steps of an endless run; also the maximum of `TrainConfig.steps`
+MOST_STEPS = 2**40  # steps of an endless run, and the maximum of `TrainConfig.steps`
 RowReader = Callable[[int], tuple[Any, ...]]  # index of a row -> that row of each field of a `Batch`
 
 
@@ -32,7 +32,7 @@ class Split(Protocol):
     def validation_rows(
         self, *, block_size: int, stride: int, max_tokens: int | None, prefix_length: int
     ) -> tuple[int, RowReader]:
-        """Return (number of rows, reader of a row). Every target occurs once; rows past the last are padding."""
+        """Return (number of rows, reader of a row). Every target occurs once. Rows past the last are padding."""
         ...
 
 
@@ -65,13 +65,13 @@ class Tokens(Split):
 
         Each epoch cuts the tokens into adjacent windows and visits each once. The start of the first window is drawn
         for each epoch, so the cuts differ between epochs. Fewer than `2 * block_size` tokens are left over at the two
-        ends; they are skipped in that epoch. The first token and, of `2 * block_size` tokens or more, the last
-        `len(self) % block_size` ones are never a target.
+        ends, and that epoch skips them. The first token is never a target. If there are at least `2 * block_size` tokens,
+        the last `len(self) % block_size` are never targets either.
         """
         import grain  # 1.5 s to import, so only when training
 
         assert len(self) > block_size
-        windows = max(1, len(self) // block_size - 1)  # of block_size + 1 tokens, which fit at any offset
+        windows = max(1, len(self) // block_size - 1)  # each has block_size + 1 tokens, and fits at any offset
         shuffled: Any = grain.MapDataset.range(windows).shuffle(seed=seed)
         order = shuffled.repeat()  # epochs, each a different permutation
         permute = functools.lru_cache(maxsize=2)(lambda epoch: permutation(windows, seed + epoch))
@@ -119,14 +119,14 @@ class Dataset:
     train: Split
     val: Split
     tokenizer: Tokenizer
-    val_characters: int | None = None  # for bits per character; None if the text is unknown
-    val_bytes: int | None = None  # of the same text in UTF-8, for bits per byte
-    # token counts of both splits; SHA-256 of both (for shards: of each file) and of the tokenizer
+    val_characters: int | None = None  # for bits per character. None means that the text is unknown
+    val_bytes: int | None = None  # bytes of that text in UTF-8, for bits per byte
+    # token counts of both splits, and the SHA-256 of both (for shards: of each file) and of the tokenizer
     fingerprint: dict[str, Any]
-    # entries of tokenizer_config.json for the chat template; {} if the tokenizer implies it, None without conversations
+    # entries of tokenizer_config.json for the chat template: {} if the tokenizer implies it, None without conversations
     tokenizer_config: dict[str, Any] | None = None
     # (trainer, params, batch, key) -> (batch, metrics): makes the batch of a step from the rows, with the parameters
-    # before the step, outside the compiled step. It must depend on its arguments only. None: the rows are the batch
+    # before the step, outside the compiled step. It must depend on its arguments only. None means that the rows are the batch
     roll_out: Callable[..., tuple[Batch, dict[str, float]]] | None = None
     notes: tuple[str, ...] = ()  # lines to print before training
 
@@ -143,7 +143,7 @@ def training_batches(
 ) -> Generator[Batch, None, None]:
     """Yield endless batches from `start_step` on: batch t depends only on (data, seed, t), so resuming needs no state.
 
-    `rows` are the rows of each batch that this process reads; None means all. `prefetch` is the number of batches read
+    `rows` are the rows of each batch that this process reads. None means all. `prefetch` is the number of batches read
     ahead.
     """
     import grain
@@ -173,8 +173,8 @@ def validation_batches(
     Args:
         block_size: inputs per row.
         batch_size: rows per batch.
-        stride: tokens from the start of one window to the next; half the stride costs twice the work. All targets but
-            those of the first window have more than `block_size - stride` tokens of context. None means block_size.
+        stride: tokens from the start of one window to the next. Half the stride costs twice the work. All targets after
+            the first window's have more than `block_size - stride` tokens of context. None means block_size.
         max_tokens: about how many targets to read, in rows spread evenly over the split, the same on every call. None
             means all.
         prefix_length: tokens at the beginning of the split that are not targets. The first token never is one.
@@ -190,7 +190,7 @@ def validation_batches(
 
 
 def permutation(n: int, seed: int) -> np.ndarray:
-    """Return Grain's permutation of range(n), n up to 2^16, at once: one by one, the least n takes it 50 ms an epoch.
+    """Return Grain's permutation of range(n), n up to 2^16, at once. One by one, the smallest n takes it 50 ms an epoch.
 
     Both walk a permutation of 16 bits until it gives less than n. It is four rounds of the Simon cipher (Beaulieu et al.
     2013, eprint.iacr.org/2013/404) with keys by C++'s std::seed_seq.

@@ -35,7 +35,7 @@ OTHER_KINDS = {
     b"\x89HDF\r\n": "HDF5",
 }
 
-LARGEST_PICKLE = 2**21  # bytes; every character of 16 bits takes 1.3 MB
+LARGEST_PICKLE = 2**21  # bytes. All characters of 16 bits take 1.3 MB
 
 SCAN = 2**22  # tokens read at a time
 HELD_OUT = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])", re.IGNORECASE)  # matches the names of validation files
@@ -63,7 +63,8 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
     """Return the dataset of nanoGPT's train.bin and val.bin (bare uint16), or of llm.c's shards with a header.
 
     Files with the word val, valid or validation in their names are held out. Without any, the last `val_fraction` of
-    the tokens is. The tokenizer is nanoGPT's meta.pkl or a tokenizer.json beside them, else ids, if `vocab_size` is known.
+    the tokens is. The tokenizer is nanoGPT's meta.pkl or a tokenizer.json next to them. Without one it is ids, if
+    `vocab_size` is known.
     """
     root, notes = Path(config.path or ""), []
     meta = (root if root.is_dir() else root.parent) / "meta.pkl"
@@ -124,7 +125,7 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
 def read_index(root: Path) -> list[tuple[str, dict[str, Any]]]:
     """Return (name, what `scan` said of it) of each shard that `jaxgpt prepare` wrote, [] if it wrote none.
 
-    Raises `UserError` if it did not come to the end.
+    Raises `UserError` if `jaxgpt prepare` was interrupted.
     """
     path = root / "index.json"
     held = read_json(path, 2**26) if is_there(path, "Move it elsewhere.") else None
@@ -138,8 +139,8 @@ def read_index(root: Path) -> list[tuple[str, dict[str, Any]]]:
 def read_vocabulary(path: Path) -> CharTokenizer:
     """Return the tokenizer of nanoGPT's meta.pkl, in which "stoi" maps distinct characters to their ranks.
 
-    The pickle is untrusted, so it is not unpickled: what it says about dictionaries, texts and numbers is followed, and
-    all else is refused, as are imports and calls.
+    The pickle is untrusted, so it is not unpickled. Only dictionaries, texts and numbers are read from it. Anything else is
+    refused, imports and calls included.
     """
     raw, stack, marks, memo = read_bytes(path, LARGEST_PICKLE), [], [], {}
     try:

@@ -1,4 +1,4 @@
-r"""Chat templates: render messages as one text, and find the parts of it that the assistant writes.
+r"""Render messages as one text by a chat template, and find the parts of it that the assistant writes.
 
 A tokenizer's own template, in Jinja, is used if the files next to it contain one. A tokenizer without one that has
 ChatML's special tokens gets ChatML::
@@ -38,10 +38,10 @@ Span = tuple[int, int]  # [start, end) in characters
 ROLES = ("system", "user", "assistant", "tool")
 # Around the output of {% generation %}, and around the number of a content in its placeholder.
 OPEN, CLOSE, HOLE = MARKS = ("\ufdd0", "\ufdd1", "\ufdd2")  # noncharacters, which contents must not contain
-LARGEST_CONFIG = 2**24  # bytes of a tokenizer_config.json; Gemma 3's, with 6,000 added tokens, has 2**20
+LARGEST_CONFIG = 2**24  # bytes of a tokenizer_config.json. Gemma 3's, with 6,000 added tokens, has 2**20
 ETX = "\x03"  # "end of text" among ASCII's control codes
 LONGEST_TEXT = 2**24  # characters that a template in Jinja may write
-SECONDS = 10.0  # that it may take for one conversation
+SECONDS = 10.0  # the longest that a template may take for one conversation
 # A fixed date for templates: with the current one, the same conversations would give other tokens tomorrow.
 TODAY = datetime.date(2025, 1, 1)
 
@@ -93,11 +93,11 @@ class Turns:
 
     before: str  # contains {role} or {Role}
     end: str
-    special: bool  # whether `end` is a special token; otherwise no content may contain it
+    special: bool  # whether `end` is a special token. If not, no content may contain it
     begin: str = ""  # the tokenizer's prefix, as text
 
     def write(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), prompt: bool = False) -> Written:
-        """Render messages; `prompt` appends the header of an answer. Raises `UserError` if a content contains `end`."""
+        """Render messages. `prompt` appends the header of an answer. Raises `UserError` if a content contains `end`."""
         text, answers, contents = self.begin, [], []
         for number, message in enumerate(spell_out(messages, tools), 1):
             role, content = message["role"], message["content"]
@@ -157,8 +157,8 @@ def compile_template(source: str) -> Callable[..., str]:
 
     Templates are untrusted programs. They run in Jinja's sandbox, as in transformers, and can read only their
     variables: no attribute that begins with `_`, no file, no import. The time and the length of the text are limited,
-    the memory is not. Whitespace, filters and functions are those of transformers' `apply_chat_template`, except that
-    `strftime_now` formats TODAY. Raises `UserError` if the source is not a template; the function raises it if the
+    the memory is not. Whitespace, filters and functions are as in transformers' `apply_chat_template`, but
+    `strftime_now` formats TODAY. Raises `UserError` if the source is not a template. The function raises it if the
     template fails.
     """
     try:
@@ -365,7 +365,7 @@ def _is_token(name: str) -> bool:
 
 
 def write_template(directory: Path, config: dict[str, Any]) -> None:
-    """Write a template's `config` into tokenizer_config.json, replacing that of another template."""
+    """Write a template's `config` into tokenizer_config.json, in place of another template's."""
     path, jinja = directory / "tokenizer_config.json", directory / "chat_template.jinja"
     there = read_json(path, LARGEST_CONFIG) if path.exists() else {}
     others = {name: x for name, x in there.items() if name != "chat_template" and not (config and _is_token(name))}

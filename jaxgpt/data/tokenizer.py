@@ -1,7 +1,7 @@
 """Convert text to token ids and back: by characters, bytes or byte-pair encoding, or as bare ids.
 
-The tokenizer of a run is saved in its directory as `tokenizer.json`, so that the run can always be sampled. BPE is in
-the format of Hugging Face's `tokenizers`, unchanged; the others are in a format of our own.
+The tokenizer of a run is saved in its directory as `tokenizer.json`, so that the run can always be sampled. BPE has the
+format of Hugging Face's `tokenizers`, unchanged. The others have a format of our own.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from jaxgpt.config.validate import LARGEST_SIZE, short
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, parse_json, read_bytes
 
-LARGEST_FILE = 2**26  # bytes of a tokenizer.json; Gemma 3's, of 262,144 tokens, is half as large
+LARGEST_FILE = 2**26  # bytes of a tokenizer.json. Gemma 3's, of 262,144 tokens, is half as large
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # GPT-2, Llama 3, Llama 2, Gemma
 
-LONG_TEXT = 2**14  # characters; texts of at least this length are encoded word by word
-MOST_WORDS = 2**19  # words whose ids are kept: about 100 MB
+LONG_TEXT = 2**14  # characters. Texts of at least this length are encoded word by word
+MOST_WORDS = 2**19  # words kept with their ids: about 100 MB
 # What a ByteLevel pre-tokenizer splits by, GPT-2's.
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Patterns whose words `split_words` never cuts, as tokenizer.json spells them: GPT-4's, with 3 digits or 1.
+# Patterns as tokenizer.json spells them, GPT-4's, with 3 digits or 1. `split_words` never cuts a word of these.
 WORDS = tuple(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     + digits
     + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     for digits in ("{1,3}", "")
 )
-# A word with what precedes it, which ends, in this order: before a space, or after a single newline between words;
-# before punctuation or whitespace after an ASCII letter or digit; where whitespace no longer joins it to the next word.
+# A word with what precedes it. It ends, in this order: before a space, or after a single newline between words,
+# before punctuation or whitespace after an ASCII letter or digit, where whitespace no longer joins it to the next word.
 _PIECE = re.compile(
     r" ?\S+(?:(?= )|\n(?=\S))"
     r"|\s*\S*[0-9A-Za-z](?=[\s!-/:-@\[-`{-~])"
@@ -53,12 +53,12 @@ class Tokenizer(Protocol):
     vocab_size: int  # ids are 0 <= id < vocab_size
     end_of_text: int | None = None  # the id that separates documents, if there is one
     prefix: tuple[int, ...] = ()  # ids that a text begins with, if models of this tokenizer expect any
-    # ids of special tokens, by their text; `encode` never returns them
+    # ids of special tokens, by their text. `encode` never returns them
     specials: Mapping[str, int] = types.MappingProxyType({})
     saved: Mapping[str, Any]  # what tokenizer.json holds
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids of a whole text, int32; none encodes a stream. Special tokens written out are text."""
+        """Return the ids of a whole text, int32. Streams cannot be encoded. Special tokens written out are text."""
         ...
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -73,7 +73,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids, special tokens included; invalid UTF-8 becomes U+FFFD."""
+        """Return the text of ids, special tokens included. Invalid UTF-8 becomes U+FFFD."""
         ...
 
     def to_json(self) -> str:
@@ -91,7 +91,7 @@ class CharTokenizer(Tokenizer):
         if not self.vocab_size:
             raise UserError("a character tokenizer needs at least one character, got none")
         codes = _to_code_points(self.characters)
-        self._ids = np.full(codes[-1] + 2, -1, np.int32)  # by code point; the last entry is for all larger code points
+        self._ids = np.full(codes[-1] + 2, -1, np.int32)  # by code point. The last entry is for all larger code points
         self._ids[codes] = np.arange(self.vocab_size)
 
     def encode(self, text: str) -> np.ndarray:
@@ -134,7 +134,7 @@ class ByteTokenizer(Tokenizer):
         return self.encode(text), np.stack([starts, starts + 1], axis=1)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of bytes; invalid UTF-8 becomes U+FFFD."""
+        """Return the text of bytes. Invalid UTF-8 becomes U+FFFD."""
         return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
 
 
@@ -246,7 +246,7 @@ class BPETokenizer(Tokenizer):
 
     @functools.cached_property
     def _special(self) -> Any:
-        """Return a second object of the library, which reads special tokens in texts; only conversations need it."""
+        """Return a second object of the library, which reads special tokens in texts. Only conversations need it."""
         return _load(self._json, specials=True)
 
     def _encode_whole(self, text: str, *, specials: bool = False) -> Any:
@@ -255,7 +255,7 @@ class BPETokenizer(Tokenizer):
         return _call_library(encode, text, add_special_tokens=False, what="the tokenizer cannot read the text")
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids, special tokens included; invalid UTF-8 becomes U+FFFD."""
+        """Return the text of ids, special tokens included. Invalid UTF-8 becomes U+FFFD."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def to_json(self) -> str:
@@ -268,7 +268,7 @@ class BPETokenizer(Tokenizer):
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
-    """Train byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909; bytes as in GPT-2) of at most `vocab_size` ids.
+    """Train byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909, with bytes as in GPT-2) of at most `vocab_size` ids.
 
     The vocabulary always contains the 256 bytes and `<|endoftext|>`, the only special token. The same texts give the same tokenizer.
     """
@@ -297,9 +297,9 @@ def split_words(text: str) -> list[str]:
 
 
 def find_word_pattern(pre_tokenizer: Any) -> str | None:
-    """Return the pattern by which a byte-level pre-tokenizer splits text, if it is one of WORDS; else None.
+    """Return the pattern by which a byte-level pre-tokenizer splits text, or None if it is not one of WORDS.
 
-    pre_tokenizer: as tokenizer.json has it.
+    pre_tokenizer: the entry in tokenizer.json.
     """
     match pre_tokenizer:
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
@@ -316,9 +316,9 @@ def find_word_pattern(pre_tokenizer: Any) -> str | None:
 
 
 def open_tokenizer(name: str, what: str) -> Tokenizer | None:
-    """Return the tokenizer that `data.tokenizer` names; None for char and bpe, which are made from the text.
+    """Return the tokenizer that `data.tokenizer` names, or None for char and bpe, which are made from the text.
 
-    Raises `UserError` for ids, which cannot encode text; `what` is part of its message, such as "a text needs".
+    Raises `UserError` for ids, which cannot encode text. `what` is part of its message, such as "a text needs".
     """
     if name in ("char", "bpe"):
         return None
@@ -380,7 +380,7 @@ def _to_code_points(text: str) -> np.ndarray:
 
 
 def _call_library(call: Callable[..., Any], *args: Any, what: str, **kwargs: Any) -> Any:
-    """Call the library; turn its bare `Exception`, and the `BaseException` of a Rust panic, into `UserError`."""
+    """Call the library. Turn its bare `Exception`, and the `BaseException` of a Rust panic, into `UserError`."""
     try:
         return call(*args, **kwargs)
     except BaseException as e:

@@ -1,4 +1,4 @@
-"""Tools: functions that a model may call. They are described, and called, in the form of OpenAI's requests.
+"""Describe tools, the functions that a model may call, and read its calls, in the form of OpenAI's requests.
 
 The chat template decides how a call is written, and `offer_tools` learns it from a call that it writes. Templates
 of our own write tools, calls and results as texts, as Hermes and Qwen do::
@@ -22,7 +22,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json
 
 Tool = dict[str, Any]  # {"type": "function", "function": {"name": ..., "description": ..., "parameters": a schema}}
-Message = dict[str, Any]  # "role" and "content"; "weight" is "0" for an answer from which nothing is learnt
+Message = dict[str, Any]  # has "role" and "content". A "weight" of "0" marks an answer from which nothing is learnt
 
 MAX_TOOLS = 128
 NO_CHARACTER = re.compile("[\ud800-\udfff\ufdd0-\ufdef]")  # halves of characters, and those with which templates mark
@@ -85,7 +85,7 @@ def is_name(name: Any) -> bool:
 
 
 def spell_out(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """Return messages of which all is content: tools as a system's, calls as an answer's, results as a user's."""
+    """Return messages that are all content: tools as a system's, calls as an answer's, results as a user's."""
     spelled = []
     if tools:
         described = DESCRIBED.replace("{tools}", "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
@@ -110,13 +110,13 @@ class Offer:
     """
 
     tools: tuple[Tool, ...]
-    required: tuple[Tool, ...]  # of which one must be called; empty: the model may answer otherwise
-    begin: str  # of the answer, which is part of the prompt: how the call begins that must be
+    required: tuple[Tool, ...]  # one of these must be called. Empty means that the model may answer otherwise
+    begin: str  # how a required call begins: the part of the answer that is in the prompt
     opening: str
     middle: str
 
     def grammar(self, json_options: dict[str, Any]) -> str | None:
-        """Return the grammar of the call that must be, after `begin`, in llguidance's form; None if none must."""
+        """Return the grammar, in llguidance's form, of what follows `begin` in a required call, or None if none is."""
         ways = []
         for tool in self.required:
             schema = tool["function"].get("parameters") or {"type": "object", "properties": {}}
@@ -136,7 +136,7 @@ class Offer:
         return len(text) - next(held, 0)
 
     def read(self, answer: str) -> tuple[str, list[dict[str, Any]]]:
-        """Return the content of an answer, and its calls; the whole answer and none if a call is not well formed."""
+        """Return (content, calls) of an answer. If a call is not well formed, that is the whole answer and no calls."""
         text = (self.opening if self.required else "") + answer
         opening, middle = (r"\s*".join(map(re.escape, part.split())) for part in (self.opening, self.middle))
         pattern = re.compile(rf"{opening}({NAME.pattern}){middle}\s*")
@@ -160,7 +160,7 @@ def offer_tools(tools: tuple[Tool, ...], choice: Any, write: Callable[..., Any])
     """Return what a request offers, or None. Raises `UserError` for another choice, or another template.
 
     Args:
-        tools: of the request.
+        tools: the tools of the request.
         choice: none, auto, required, or one of the tools.
         write: the method of the chat template, which must write calls with arguments in JSON.
     """
