@@ -53,7 +53,7 @@ def fit(
         experiment: what to train, and how.
         run_dir: the run directory. None means `runs/NAME`, by the name of the experiment.
         fresh: move an old run aside and start over.
-        extend: whether a run may go on to more steps. None means unless its learning rate would rise again.
+        extend: whether a run may go on to more steps. None means yes, unless its learning rate would rise again.
         trust_code: resume a run with its own copy of the code of its classes, whatever the experiment's is.
         progress: show a live bar on a terminal, or lines elsewhere.
         setup: call `configure_jax` first. False leaves the process as it is.
@@ -110,12 +110,12 @@ def fit(
 
         start = multihost.on_process_0(open_directory)
 
-        # Compile, beside the restoring or the making of the state.
+        # Compile, while the state is restored or made.
         compiled = training.start_compiling(start)
         state, batches = training.restore_or_init(start), training.batches(start)
         log = RunLog(training, start, callbacks, show=progress and is_first)
         compared = start  # the last step after which the copies of the state on several devices were compared
-        is_examined = is_lost = False  # whether a step that is not finite was examined; whether a process is lost
+        is_examined = is_lost = False  # whether a step that is not finite was examined, and whether a process is lost
         numbers = itertools.count(start + 1)
 
         def take_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:

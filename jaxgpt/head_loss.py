@@ -23,7 +23,7 @@ def chunked_next_token_loss(
 ) -> tuple[jax.Array, jax.Array]:
     """Return `next_token_loss` of hidden states, with the logits of `chunk` tokens per row in memory at once.
 
-    `head` has the parameters that `model.unembed` reads, and no others; T is a multiple of `chunk`. GPT-2's logits at
+    `head` has the parameters that `model.unembed` reads, and no others. T is a multiple of `chunk`. GPT-2's logits at
     32 x 1024 tokens are 6.6 GB in float32, several times the rest of the model's memory. The forward pass also computes
     the gradients of each chunk, which the backward pass only scales: nothing is computed twice.
     """

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 Line = dict[str, Any]  # what happened at a step: see `train`
 
 # On CPU `configure_jax` turns asynchronous dispatch off, so that each step is done when it was dispatched. Elsewhere
-# enough to hide the host's work; more would only queue memory, and several fake devices on few cores hang when hundreds
-# of steps are in flight.
+# this many hide the host's work. More would only queue memory, and several fake devices on few cores hang when
+# hundreds of steps are in flight.
 IN_FLIGHT = 2
 LOGGED = ("loss", "grad_norm", "learning_rate")
 UNLOGGED = ("skipped", "in_a_row", "median", "checksums")  # metrics of a step
@@ -51,18 +51,18 @@ def train(
 
     Args:
         train_step: compiled. It may donate the state.
-        state: that of step `start`.
-        batches: those of the steps from start + 1 on.
+        state: the state after step `start`.
+        batches: the batches of the steps from start + 1 on.
         config: how many steps to take, and when to validate and save.
-        key: the run's, for dropout.
+        key: the run's key, for dropout.
         max_skipped: skipped steps in a row that end the run.
         start: steps taken so far.
         best: the lowest validation loss of earlier checkpoints.
-        log: takes a line for each step that is done, with "loss", "grad_norm", "learning_rate" and the loss's
-            own metrics, or "skipped", the reason; for the first one "compiled", its seconds; and for each validation "val_loss".
+        log: takes a line for each step that is done, with "loss", "grad_norm", "learning_rate" and the loss's own metrics,
+            or "skipped", the reason. The first step also has "compiled", its seconds. Each validation has "val_loss".
         validate: returns the validation loss, or None if a signal interrupted it.
         save: starts to save a checkpoint. Its loss is None if it was not measured at this step, or is not finite.
-        stop: returns the signal that is to end the run, if any, on all processes; or on this one only if step is None.
+        stop: returns the signal that is to end the run, if any, on all processes. If step is None, only on this one.
         on_metrics: takes the metrics of each step that is done, the newest state, and the metrics of the steps between.
         agree: returns the number of process 0 on all processes.
 
@@ -70,7 +70,7 @@ def train(
         Preempted: after a signal and a save.
         Diverged: after `max_skipped` skipped steps in a row, or if the last validation loss is not finite.
     """
-    in_flight: deque[tuple[int, Metrics]] = deque()  # steps whose metrics are still on the device
+    in_flight: deque[tuple[int, Metrics]] = deque()  # steps with metrics that are still on the device
     limit = 0  # the first steps are waited for: they compile, and show how long a step takes
     skipped_in_a_row, is_due = 0, False
 
@@ -82,7 +82,7 @@ def train(
             on_metrics(done, metrics, state, [later for _, later in in_flight])
             skipped_in_a_row = int(metrics["in_a_row"])
             if not skipped_in_a_row:
-                own = sorted(metrics.keys() - {*LOGGED, *UNLOGGED})  # of the objective
+                own = sorted(metrics.keys() - {*LOGGED, *UNLOGGED})  # the objective's metrics
                 log({"step": done} | {name: float(metrics[name]) for name in (*LOGGED, *own)})
                 continue
             log({"step": done, "skipped": why_skipped(metrics)})
@@ -130,7 +130,7 @@ def is_eval_step(step: int, config: TrainConfig) -> bool:
 
 
 def log_validation(log: Callable[[Line], None], step: int, val_loss: float, config: TrainConfig) -> float | None:
-    """Log a validation loss. Return it if it is finite; raise `Diverged` if it is not, and the run's last."""
+    """Log a validation loss. Return it if it is finite. If it is not, and is the run's last, raise `Diverged`."""
     log({"step": step, "val_loss": val_loss})
     if math.isfinite(val_loss):
         return val_loss

@@ -25,9 +25,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def with_adapters(function: F) -> F:
-    """Return the function, in which dense layers add the adapters beside their kernels, and multiply by int8 kernels.
+    """Return the function, in which dense layers add the adapters in their parameters, and multiply by int8 kernels.
 
-    It calls `model.apply` with parameters of `join_adapters`, for example the loss of `loss.make_loss`; jit it after this.
+    It calls `model.apply` with parameters of `join_adapters`, for example the loss of `loss.make_loss`. Jit it after this.
     """
 
     @functools.wraps(function)
@@ -125,7 +125,7 @@ def init_adapters(config: LoraConfig, key: jax.Array, params: dict) -> dict:
 
 
 def join_adapters(config: LoraConfig, adapters: dict, params: dict) -> dict:
-    """Return the parameters with the adapters beside their kernels: see `with_adapters`."""
+    """Return the parameters with each adapter next to its kernel: see `with_adapters`."""
     assert config.rank is not None
     flat = {path: x * (config.alpha / config.rank) if path[-1] == A else x for path, x in _flat(adapters).items()}
     return traverse_util.unflatten_dict(_flat(params) | flat)

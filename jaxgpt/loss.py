@@ -26,7 +26,7 @@ def make_loss(model: nn.Module, *, head_loss: HeadLoss | None = None, label_smoo
 
     Args:
         model: a `GPT`, or a module with the same methods.
-        head_loss: computes the loss of hidden states without all logits in memory at once. None: `next_token_loss`.
+        head_loss: computes the loss of hidden states without all logits in memory at once. None means `next_token_loss`.
         label_smoothing: see `next_token_loss`.
     """
 
@@ -53,8 +53,8 @@ def make_loss(model: nn.Module, *, head_loss: HeadLoss | None = None, label_smoo
 def add_sown(nats: jax.Array, count: jax.Array, sown: dict[str, Any]) -> tuple[jax.Array, Metrics]:
     """Return (nats with the losses that modules have sown, what they report), both summed over `count` targets.
 
-    Each scalar of the collection "losses" is in nats per target, a mean over the micro-batch, and is added. Those of
-    "metrics" are only reported. By name losses are summed over the modules that sow them, and metrics are averaged.
+    Each scalar of the collection "losses" is in nats per target, a mean over the micro-batch, and is added. The scalars
+    of "metrics" are only reported. By name losses are summed over the modules that sow them, and metrics are averaged.
     """
     auxiliary, metrics = (_sum_by_name(sown.get(collection, {})) for collection in SOWN)
     for value, _ in auxiliary.values():
@@ -65,7 +65,7 @@ def add_sown(nats: jax.Array, count: jax.Array, sown: dict[str, Any]) -> tuple[j
 
 
 def _sum_by_name(sown: dict[str, Any]) -> dict[str, tuple[jax.Array, int]]:
-    """Return {name: (sum of the values sown under it in all modules, their number)}; scanned layers stack theirs."""
+    """Return {name: (sum of the values sown under it in all modules, their number)}. Scanned layers stack theirs."""
     found: dict[str, tuple[jax.Array, int]] = {}
     for path, x in jax.tree.leaves_with_path(sown):
         name = next(entry.key for entry in reversed(path) if isinstance(entry, jax.tree_util.DictKey))
@@ -80,7 +80,7 @@ def next_token_loss(
     """Return the summed cross-entropy in nats and the number of targets it sums over, both float32 scalars.
 
     Sums, not a mean, so that micro-batches and devices with different counts add up to the right mean. `mask_BT` is
-    False where a target does not count; it may have any value there, since no label means "masked" (-1 would silently
+    False where a target does not count. A target may have any value there, since no label means "masked" (-1 would silently
     be the last class). `smoothing` is the share of each target that is spread evenly over all V tokens (Szegedy et al.
     2015, arXiv:1512.00567).
     """

@@ -26,8 +26,8 @@ class GPT(nn.Module):
     Initialisation is GPT-2's: every matrix and embedding N(0, 0.02), the projections into the residual stream divided
     by sqrt(2 n_layer) (`GPTConfig.make_residual_init`), biases 0, norms 1. Parameters are float32.
 
-    `dtype` is that of activations and matrix products; norms, softmax and logits are always float32. `attention_fn` is
-    the kernel of causal attention, `sharding` the sharding of activations on a mesh. All three depend on the hardware
+    `dtype` is the type of activations and matrix products. Norms, softmax and logits are always float32. `attention_fn`
+    is the kernel of causal attention, `sharding` the sharding of activations on a mesh. All three depend on the hardware
     and are therefore not in `config`: `parallel` chooses them.
 
     Example:
@@ -49,12 +49,12 @@ class GPT(nn.Module):
 
     @property
     def unembed_params(self) -> tuple[str, ...]:
-        """Names of the parameters that `unembed` reads."""
+        """Return the names of the parameters that `unembed` reads."""
         return ("wte",) if self.config.tie_embeddings else ("lm_head",)
 
     @property
     def compute(self) -> Compute:
-        """What blocks need to know of the hardware."""
+        """Return what blocks need to know of the hardware."""
         return Compute(self.dtype, self.attention_fn, self.sharding)
 
     def setup(self) -> None:
@@ -96,7 +96,7 @@ class GPT(nn.Module):
 
         Args:
             tokens_BT: int32. T is at most block_size, else `UserError`, unless positions are given.
-            positions_BT: int32, the position of each token; B may be 1. None means from 0 in each document.
+            positions_BT: int32, the position of each token. B may be 1. None means from 0 in each document.
             segments_BT: int32, the document of each token in rows of several: positions restart in each, and tokens
                 attend to their own document only. None means one document per row.
             train: apply dropout, with `rngs={"dropout": key}`.

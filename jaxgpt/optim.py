@@ -20,7 +20,7 @@ def relative_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
 
     In a run that was extended, the steps up to each of `config.horizons` follow the schedule that ends there.
 
-    The warm-up starts at 1 / (warm-up steps + 1), so that step 0 counts. cosine and wsd reach the minimum at `steps`;
+    The warm-up starts at 1 / (warm-up steps + 1), so that step 0 counts. cosine and wsd reach the minimum at `steps`.
     inverse_sqrt decays as 1 / sqrt(step) without end (Vaswani et al. 2017, equation 3, with a peak of
     1 / sqrt(n_embd warmup_steps)).
     """
@@ -68,9 +68,9 @@ def make_optimizer(
     https://kellerjordan.github.io/posts/muon/. Both decays are multiplied by the learning rate. Muon's Newton-Schulz
     products have JAX's default precision: float32 on CPU, TF32 on GPU, bfloat16 on TPU.
 
-    label_parameter: that of `GPTConfig`. width_ratio: that of `GPTConfig`, for `scale_by_width`. It scales neither the decay, whose time scale should not
-    depend on the width (arXiv:2405.13698), nor Muon, whose updates have one spectral norm at all widths, as muP needs
-    (arXiv:2310.17813).
+    `label_parameter` and `width_ratio` are as in `GPTConfig`, the ratio for `scale_by_width`. It does not scale the
+    decay: the decay's time scale should not depend on the width (arXiv:2405.13698). Nor does it scale Muon: Muon's
+    updates have one spectral norm at all widths, as muP needs (arXiv:2310.17813).
     """
     relative = relative_schedule(config, steps)
     adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.eps)

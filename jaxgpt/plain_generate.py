@@ -25,9 +25,9 @@ def generate(
     Args:
         model: the model, of any attention.
         prompts_BT: int32, at least one token per row.
-        key: of all draws.
+        key: the key of all draws.
         max_new_tokens: tokens to add.
-        temperature: what logits are divided by; 0 takes the most probable token.
+        temperature: what logits are divided by. 0 takes the most probable token.
         top_k: draw from this many most probable tokens. None means from all.
     """
     B, T = prompts_BT.shape

@@ -1,4 +1,4 @@
-"""A trained run: load, sample, stream, score."""
+"""Use a trained run: load, sample, stream, score."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PromptFormat:
         return template
 
     def encode(self, prompts: Sequence[str], chat: bool) -> list[list[int]]:
-        """Return the ids of each prompt. chat: as user's turns."""
+        """Return the ids of each prompt. With `chat` each prompt is a user's turn."""
         if chat:
             return [self.encode_messages([{"role": "user", "content": prompt}]) for prompt in prompts]
         ids = [[*self.tokenizer.prefix, *self.tokenizer.encode(prompt).tolist()] for prompt in prompts]
@@ -122,7 +122,7 @@ class Run:
         of the strings in `stop`. It depends on the prompt and the seed, not on the other prompts. An empty prompt means
         the end-of-text token, a newline, or token 0: the first of them that exists.
 
-        See `Sampling` for `temperature` to `greedy`; no temperature means the experiment's `train.sample_temperature`.
+        See `Sampling` for `temperature` to `greedy`. No temperature means the experiment's `train.sample_temperature`.
         See `generate` for `cache_dtype` and `slots`. With `chat` each prompt is a user's turn, and the completion the assistant's.
         With a `draft`, a smaller run with the same tokenizer, decoding is speculative (see `speculate`): a seed gives
         another completion, of the same distribution. `schema` (of JSON), `regex` or `choices` say what the completion
@@ -187,8 +187,8 @@ class Run:
     ) -> Iterator[str]:
         """Yield the completion that `sample` returns, in pieces as they are generated.
 
-        every: tokens in each piece but the first, which has one. None means one piece, at the end. The other options
-        are those of `sample`.
+        every: tokens in each piece but the first, which has one. None means one piece, at the end. For the other options
+        see `sample`.
         """
         sampling = Sampling(
             temperature=temperature,

@@ -27,7 +27,7 @@ def mean_interval(samples: ArrayLike, confidence: float = CONFIDENCE) -> MeanInt
 
 def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
     """Return the half-width, in standard errors, of a two-sided interval with that many degrees of freedom."""
-    from scipy.special import stdtrit  # scipy is a dependency of jax; scipy.stats would take 2 s to import
+    from scipy.special import stdtrit  # scipy is a dependency of jax, and scipy.stats would take 2 s to import
 
     return float(stdtrit(degrees, (1 + confidence) / 2))
 
@@ -39,14 +39,14 @@ def paired_p_values(differences: ArrayLike) -> np.ndarray:
     x = np.asarray(differences, np.float64)
     n = x.shape[-1]
     mean, error = np.abs(x.mean(-1)), x.std(-1, ddof=1) / np.sqrt(n)
-    with np.errstate(divide="ignore", invalid="ignore"):  # of equal differences: not a number, if all are 0
+    with np.errstate(divide="ignore", invalid="ignore"):  # equal differences divide by 0
         return np.where(mean == 0, 1.0, 2 * stdtr(n - 1, -mean / error))
 
 
 def holm_levels(p_values: ArrayLike, level: float = 1 - CONFIDENCE) -> np.ndarray:
-    """Return the level at which Holm's procedure tests each hypothesis; it rejects those with p <= their level.
+    """Return the level at which Holm's procedure tests each hypothesis. It rejects those with p <= their level.
 
-    Of m hypotheses, the one with the i-th smallest p-value is tested at level / (m - i + 1). All after the first that
+    Among m hypotheses, the one with the i-th smallest p-value is tested at level / (m - i + 1). All after the first that
     is not rejected share its level, and are not rejected either. The probability that any true hypothesis is rejected
     is at most `level`, whatever the dependence between the p-values (S. Holm, A simple sequentially rejective multiple
     test procedure, Scandinavian Journal of Statistics 6, 1979, 65-70).
@@ -68,8 +68,8 @@ def holm_levels(p_values: ArrayLike, level: float = 1 - CONFIDENCE) -> np.ndarra
 def count_pairs_needed(deviation: float, difference: float, *, level: float, power: float = 0.8) -> int:
     """Return how many pairs a paired t-test needs to find a true difference with that power.
 
-    The normal approximation with Guenther's correction for Student's t (The American Statistician 35, 1981, 243-244);
-    it differs from the noncentral t distribution by one pair at most, at levels from 0.005 on.
+    This is the normal approximation with Guenther's correction for Student's t (The American Statistician 35, 1981,
+    243-244). It differs from the noncentral t distribution by one pair at most, at levels from 0.005 on.
 
     Args:
         deviation: standard deviation of the differences between pairs.

@@ -13,7 +13,7 @@ from flax import struct
 from jaxgpt.batch import Batch
 
 Params = dict[str, Any]  # a tree of arrays
-Metrics = dict[str, Any]  # of a step: scalars
+Metrics = dict[str, Any]  # the scalars of a step
 # (params, batch, dropout key or None) -> (a sum over targets in nats, their number, more such sums to report)
 LossFn = Callable[[Params, Batch, jax.Array | None], tuple[jax.Array, jax.Array, Metrics]]
 
@@ -29,12 +29,12 @@ class SkipState:
     inner_state: Any
     skipped: jax.Array  # int32: steps skipped so far
     in_a_row: jax.Array  # int32: steps skipped since the last one taken
-    norms: jax.Array  # float32 [NUM_NORMS]: a ring of gradient norms of the last steps taken; NaN: empty
+    norms: jax.Array  # float32 [NUM_NORMS]: a ring of gradient norms of the last steps taken, NaN where empty
 
 
 @struct.dataclass
 class TrainState:
-    """Everything that changes from step to step; with the experiment and the data it determines the run."""
+    """Everything that changes from step to step. With the experiment and the data it determines the run."""
 
     step: jax.Array  # int32: batches seen
     params: Params  # float32: the trained parameters
@@ -60,8 +60,8 @@ def init_state(
     """Return the state of step 0.
 
     Training starts from `params`, or from random ones that depend only on the key. `adapt(key, params)` returns the
-    parameters to train and the model's own as they are frozen; None means that these are trained. `batch_size` is that of the
-    tokens with which linen traces the model, a multiple of the model's devices; no value depends on it.
+    parameters to train and the model's own as they are frozen. None means that these are trained. linen traces the model
+    with `batch_size` rows of tokens, a multiple of the model's devices. No value depends on it.
     """
     frozen_params = None
     if params is None:
@@ -89,22 +89,23 @@ def train_step(
     grad_accum_steps: int = 1,
     mean: Callable[[Any], Any] = lambda sums: sums,
 ) -> tuple[TrainState, Metrics]:
-    """Take one optimizer step on one batch. Return the new state and its metrics; the caller donates the old state.
+    """Take one optimizer step on one batch. Return the new state and its metrics. The caller donates the old state.
 
     A step is skipped if its loss or gradient norm is not finite, or if the norm is more than `skip_spikes` times the
-    median of the last NUM_NORMS norms of taken steps; None means that only the first counts. It changes neither the
-    parameters nor the optimizer's state, but advances `step`, and with it the data. A finite gradient norm guarantees finite
-    updates: it bounds the squares that Adam keeps, and OptimConfig bounds their factors. Checking the updates themselves
-    would take 1.4 ms in nanoGPT's CPU configuration, 2.5% of its step.
+    median of the last NUM_NORMS norms of taken steps. None means that only the first counts. A skipped step changes
+    neither the parameters nor the optimizer's state, but advances `step`, and with it the data. A finite gradient norm
+    guarantees finite updates: it bounds the squares that Adam keeps, and OptimConfig bounds their factors. Checking the
+    updates themselves would take 1.4 ms in nanoGPT's CPU configuration, 2.5% of its step.
 
-    Metrics are scalars: "loss" in nats per target; those of `loss_fn`, also per target; "grad_norm"; "learning_rate",
-    which the optimizer used, or would have used: its state's, if there is one of that name, else the schedule's; "skipped": TAKEN, NOT_FINITE or SPIKE; "in_a_row", the steps skipped
-    since the last one taken; and with `skip_spikes` "median", that of the norms before the step.
+    Metrics are scalars: "loss" in nats per target, what `loss_fn` reports, also per target, "grad_norm", "skipped" (TAKEN,
+    NOT_FINITE or SPIKE), and "in_a_row", the steps skipped since the last one taken. "learning_rate" is what the
+    optimizer used, or would have used: its state's, if there is one of that name, else the schedule's. With `skip_spikes`
+    there is "median", the median of the norms before the step.
 
     Args:
         key: the run's key. Dropout in step t uses `fold_in(key, t)`, so that a resumed run draws what an uninterrupted
             one would.
-        loss_fn: the loss to minimise, such as that of `loss.make_loss`.
+        loss_fn: the loss to minimise, such as `loss.make_loss` returns.
         optimizer: any Optax transformation.
         schedule: the optimizer's learning rate by the number of steps taken.
         skip_spikes: see above.
@@ -155,7 +156,7 @@ def train_step(
     def choose(new: Any, old: Any) -> Any:
         return jax.tree.map(lambda new, old: jnp.where(is_taken, new, old), new, old)
 
-    # What optimizers with a line search, a Hessian, a step size or several updates of their own ask for; others ignore it.
+    # Some optimizers need these, for a line search, a Hessian, a step size or several updates. Others ignore them.
     extra = {"value": loss, "grad": grads, "value_fn": mean_loss, "obj_fn": mean_loss}
     extra["grad_fn"] = lambda params: gradients(params)[1]
     update = optax.with_extra_args_support(optimizer).update

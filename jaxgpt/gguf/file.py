@@ -28,7 +28,7 @@ from jaxgpt.hf.family import SCALINGS, ConfigRule, Family, Json, find_difference
 from jaxgpt.hf.source import Source, check_vocabulary, load_named_tokenizer
 from jaxgpt.hf.weights import DTYPES, Tensor, check, hold, to_tensors
 
-# Tensors whose presence tells a part of the configuration: their names count as fields.
+# The presence of these tensors tells a part of the configuration, so their names count as fields.
 OUTPUT, FREQUENCIES = "output.weight", "rope_freqs.weight"
 QKV_BIAS, OUT_BIAS, UP_BIAS = "blk.0.attn_q.bias", "blk.0.attn_output.bias", "blk.0.ffn_up.bias"
 LARGEST_DEPTH = 512  # layers: llama.cpp's LLAMA_MAX_LAYERS
@@ -59,9 +59,9 @@ NORMS = {
     "sandwich": dict(ln_1="attn_norm", ln_1_out="post_attention_norm", ln_2="ffn_norm", ln_2_out="post_ffw_norm"),
 }
 WITH_HEAD_SIZE = ("llama", "qwen3", "gemma", "gemma2", "gemma3")  # in the others it is n_embd / n_head
-TIED_WITH_COPY = ("gptneox", "olmo2")  # where llama.cpp needs the output matrix
+TIED_WITH_COPY = ("gptneox", "olmo2")  # llama.cpp needs the output matrix of these
 ALWAYS_TIED = ("gemma", "gemma2")  # all others are tied if there is no output matrix
-# Size and period of windows if their fields are absent; layers of the model of 27B, by which llama.cpp knows it.
+# Size and period of windows if their fields are absent, and the layers by which llama.cpp knows the model of 27B.
 WINDOWED = {"gemma2": (4096, 2, 46), "gemma3": (None, 6, 62)}
 
 
@@ -79,7 +79,7 @@ def _write(name: str, c: GPTConfig) -> Json:
     if name == "llama":
         if c.rope_scaling == "llama3" and (rope := c.make_rope(None)) is not None:
             values |= {f"jaxgpt.{ours}": getattr(c, ours) for ours in SCALINGS["llama3"].values()}
-            # What llama.cpp divides the angle of each pair by, a tensor.
+            # llama.cpp divides the angle of each pair by this tensor.
             values[FREQUENCIES] = np.asarray(rope._replace(scaling="none").frequencies() / rope.frequencies())
         values |= ({OUT_BIAS: True} if c.out_bias else {}) | ({UP_BIAS: True} if c.bias else {})
     if name in WITH_HEAD_SIZE:
@@ -90,7 +90,7 @@ def _write(name: str, c: GPTConfig) -> Json:
         values[OUTPUT] = True
     if name == "gptneox":
         values["use_parallel_residual"] = c.parallel_residual
-    # llama.cpp has the tanh form of GELU only. By erf it is at most 4.7e-4 away; ggml's table in float16 is up to 2e-3 away.
+    # llama.cpp has only the tanh form of GELU. By erf it is at most 4.7e-4 away, and ggml's table in float16 up to 2e-3.
     if c.activation != usual["activation"] and usual["activation"].startswith(c.activation.removesuffix("_tanh")):
         values["jaxgpt.activation"] = c.activation
     if name == "gemma3":
@@ -141,7 +141,7 @@ def _read(name: str, values: Json) -> Json:
         size, every, deepest = WINDOWED[name]
         ours["sliding_window"] = get(WINDOW, size) or None
         ours["global_every"] = (get(PERIOD, every) or None) if ours["sliding_window"] else None
-        if values["block_count"] == deepest:  # whose scores have the scale of n_embd / n_head
+        if values["block_count"] == deepest:  # this model's scores have the scale of n_embd / n_head
             ours["query_scale"] = head_size
         ours["logit_softcap"] = get("final_logit_softcapping", 30.0 if name == "gemma2" else None)
     if name == "gemma2":
@@ -170,7 +170,7 @@ FAMILIES = RENAMED | ARCHITECTURES | {"mistral": ARCHITECTURES["llama"]}  # by t
 
 
 def write_fields(family: Family, config: GPTConfig) -> dict[str, Any]:
-    """Return the fields of an architecture, without prefix; tensors that are a part of it are among them.
+    """Return the fields of an architecture, without prefix, among them the tensors that are a part of it.
 
     Raises `UserError` if llama.cpp would compute another model.
     """
@@ -188,7 +188,7 @@ def write_fields(family: Family, config: GPTConfig) -> dict[str, Any]:
 
 
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
-LARGEST_HEADER = 2**26  # bytes before the elements; Gemma 3's, with 262,144 tokens, has 2**23
+LARGEST_HEADER = 2**26  # bytes before the elements. Gemma 3's, with 262,144 tokens, has 2**23
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # struct's codes
 BLOCK, BLOCK_BYTES = 32, 34  # elements of a row that share a scale in Q8_0, and their bytes
@@ -200,7 +200,7 @@ NORM_PARAMETERS = "jaxgpt.norm_parameters"
 
 
 def parse_dtype(name: str | None, known: Collection[str] = NAMES) -> str | None:
-    """Return the name of a dtype in `known`; f32, f16 and bf16 are accepted too. None means None."""
+    """Return the name of a dtype in `known`. f32, f16 and bf16 are accepted too. None means None."""
     found = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}.get(str(name), name)
     if found is not None and found not in known:
         raise UserError(f"dtype={short(name)}: needs one of {', '.join(known)}")
@@ -208,12 +208,12 @@ def parse_dtype(name: str | None, known: Collection[str] = NAMES) -> str | None:
 
 
 def to_gguf(params: dict, config: GPTConfig, model_type: str) -> tuple[Json, dict[str, Tensor]]:
-    """Return (fields, tensors by name) of a model, without those of the tokenizer. The tensors are made when written.
+    """Return (fields, tensors by name) of a model, without the tokenizer's fields. The tensors are made when written.
 
     Args:
-        params: of the model, with layers not stacked.
+        params: the model's parameters, with layers not stacked.
         config: the architecture.
-        model_type: Hugging Face's name of the family.
+        model_type: the family's name at Hugging Face.
 
     Raises:
         UserError: llama.cpp has no such model.
@@ -240,11 +240,11 @@ def write_gguf(path: Path, fields: Mapping[str, Any], tensors: dict[str, Tensor]
     Tensors with one axis and the embedding of positions are float32, as llama.cpp needs them.
 
     Args:
-        path: of the file; its directory must exist.
-        fields: by name: bool, int (unsigned, 32 bits), float (32 bits), str, or a list of one of these (signed ints).
-        tensors: by name.
-        dtype: of the matrices, a key of `NAMES`; q8_0 falls back to float16 if rows are not divisible by 32. None
-            means that of each tensor.
+        path: the file, in a directory that exists.
+        fields: bool, int (unsigned, 32 bits), float (32 bits), str, or a list of one of these (signed ints), by name.
+        tensors: the tensors by name.
+        dtype: the dtype of the matrices, a key of `NAMES`. q8_0 falls back to float16 if rows are not divisible by 32.
+            None means each tensor's own.
     """
     gguf = _package()
     usual = tensors[EMBEDDING].kind if dtype is None else NAMES[dtype]
@@ -254,7 +254,7 @@ def write_gguf(path: Path, fields: Mapping[str, Any], tensors: dict[str, Tensor]
     for key, value in (own | dict(fields)).items():
         if isinstance(value, list):
             writer.add_key_value(key, value, kinds.ARRAY, (types | {int: kinds.INT32})[type(value[0])])
-        elif key != "general.architecture":  # which the writer has added
+        elif key != "general.architecture":  # the writer has added it
             writer.add_key_value(key, value, types[type(value)])
     stored_as: dict[str, str] = {}
     for name, tensor in tensors.items():
@@ -292,7 +292,7 @@ def _count_bytes(shape: tuple[int, ...], kind: str) -> int:
 
 
 def _read_elements(path: Path, shape: tuple[int, ...], kind: str, offset: int) -> np.ndarray:
-    """Read the elements of a tensor; those of Q8_0 become float32."""
+    """Read the elements of a tensor. Q8_0 becomes float32."""
     with open_file(path) as f:
         f.seek(offset)
         raw = f.read(_count_bytes(shape, kind))
@@ -307,7 +307,7 @@ def open_gguf(path: Path, tokenizer: str | None = None) -> tuple[Source, Json]:
     """Open a file that was written here, and check it before any matrix is read. Returns (model, all fields).
 
     Args:
-        path: of the file.
+        path: the file.
         tokenizer: path of a tokenizer.json, or "ids" for none. None means the one in the file.
 
     Raises:
@@ -316,7 +316,7 @@ def open_gguf(path: Path, tokenizer: str | None = None) -> tuple[Source, Json]:
     values, tensors = read_gguf(path)
     try:
         family, config = read_config(values, tensors)
-        tensors.pop(FREQUENCIES, None)  # follow from the fields
+        tensors.pop(FREQUENCIES, None)  # they follow from the fields
         if config.n_layer > len(tensors):  # it would take long to trace
             raise UserError(f"block_count={config.n_layer}, but there are {len(tensors)} tensors")
         if config.norm_offset:
@@ -358,7 +358,7 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
     """Return (fields, tensors by name) of an untrusted file. Elements are read when they are needed.
 
     A float32 field becomes the shortest decimal number that rounds to it: 1e-05, not 9.999999747378752e-06.
-    Raises `UserError` for a file that is damaged, or has tensors in other dtypes than those of `KINDS`.
+    Raises `UserError` for a file that is damaged, or has tensors of a dtype that is not in `KINDS`.
     """
     # gguf.GGUFReader takes 34 s and 1.2 GB for the fields of Gemma 3, this 0.5 s, and never returns from a damaged array.
     with open_file(path) as f:

@@ -1,7 +1,7 @@
 r"""Convert tokenizers to the fields of GGUF and back, so that llama.cpp encodes texts as we do.
 
 - Characters and bytes are model "rwkv", the only one in llama.cpp without special tokens: it takes the longest token that
-  matches. Each byte of a character outside the vocabulary has the unknown token; but if its first byte is that of a
+  matches. Each byte of a character outside the vocabulary has the unknown token. But if its first byte also begins a
   character in the vocabulary, llama.cpp appends tokens until the memory is full.
 - Byte-level BPE is "gpt2": llama.cpp knows patterns of words by a name (`PRE_TOKENIZERS`), and does not normalize.
 - BPE with byte fallback and U+2581 for spaces is "llama", SentencePiece's. A token's score is the rank of its first merge.
@@ -65,7 +65,7 @@ SENTENCEPIECE = (
 
 
 def _escape(text: bytes) -> str:
-    """Spell a token as llama.cpp's "rwkv" does; llama.cpp reads hexadecimal digits in lower case only."""
+    """Spell a token as llama.cpp's "rwkv" does. llama.cpp reads hexadecimal digits in lower case only."""
     if len(text) > 1:
         return text.decode()
     named = {b"\n": r"\n", b"\r": r"\r", b"\t": r"\t", b"\\": r"\\"}
@@ -83,7 +83,7 @@ def tokenizer_fields(
     Args:
         vocab_size: number of rows of the embedding. Those without a token get a name.
         chat_template: a chat template in Jinja, or None.
-        ends: ids that end a text, the usual one first and that of a chat's turns last. Empty means the tokenizer's own.
+        ends: ids that end a text, the usual one first and the end of a chat's turns last. Empty means the tokenizer's own.
 
     Raises:
         UserError: llama.cpp cannot encode as this tokenizer does. A warning names the texts it encodes differently.
@@ -188,7 +188,7 @@ def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
         # llama.cpp would print U+2581 of a token that the user defined, and merges make it anyway.
         kinds |= {i: NORMAL for i, text in tokens.items() if kinds[i] == USER_DEFINED and SPACE in text}
         _check_merges([text for i, text in tokens.items() if kinds[i] == NORMAL], {*merges}, vocab)
-        ranks = {left + right: rank for rank, (left, right) in reversed([*enumerate(merges)])}  # of first merges
+        ranks = {left + right: rank for rank, (left, right) in reversed([*enumerate(merges)])}  # each token's first merge
         fields["scores"] = [-float(ranks.get(tokens.get(i, ""), len(merges))) for i in range(vocab_size)]
     fields["tokens"] = [tokens.get(i, f"[PAD{i}]") for i in range(vocab_size)]
     fields["token_type"] = [kinds.get(i, UNUSED) for i in range(vocab_size)]
@@ -253,7 +253,7 @@ def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
 
 
 def read_chat_template(fields: Mapping[str, Any]) -> str | None:
-    """Return the chat template in the fields of a GGUF, in Jinja; None if it has none."""
+    """Return the chat template in the fields of a GGUF, in Jinja, or None if it has none."""
     template = fields.get(CHAT_TEMPLATE)
     if template is not None and not isinstance(template, str):
         raise UserError(f"{CHAT_TEMPLATE} is {type(template).__name__}: needs a text")

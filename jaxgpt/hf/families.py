@@ -41,7 +41,7 @@ GPT2 = Family(
         fields(block_size=("n_positions", 1024), norm_eps=("layer_norm_epsilon", 1e-5)),
         fields(tie_embeddings=("tie_word_embeddings", True)),
         choice("activation", "activation_function", PLAIN, "gelu_new"),
-        # They have three rates of dropout, we have one; it only matters in training.
+        # They have three rates of dropout, and we have one. It only matters in training.
         ConfigRule(
             ("resid_pdrop",),
             lambda hf: {"dropout": hf.get("resid_pdrop", 0.1)},
@@ -87,7 +87,7 @@ def llama_like(
     context: int = 2048,
     head_dim: int | None = None,
 ) -> Family:
-    """Return a family whose tensors and sizes have Llama's names. The arguments after `norms` are for absent keys.
+    """Return a family with Llama's names for tensors and sizes. The arguments after `norms` are for absent keys.
 
     norms: our names of a layer's norms -> theirs.
     """

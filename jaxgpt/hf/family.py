@@ -18,7 +18,7 @@ Json = dict[str, Any]
 class ConfigRule(NamedTuple):
     """Convert some keys of config.json to fields of `GPTConfig`, and back."""
 
-    keys: tuple[str, ...]  # of config.json, those that `read` uses
+    keys: tuple[str, ...]  # the keys of config.json that `read` uses
     read: Callable[[Json], Json]  # config.json -> fields of GPTConfig
     write: Callable[[GPTConfig], Json] = lambda config: {}  # explicit GPTConfig -> keys of config.json
 
@@ -91,12 +91,12 @@ def _get(hf: Json, key: str, default: Any) -> Any:
 
 
 def choice(ours: str, theirs: str, values: dict[str, str], default: str) -> ConfigRule:
-    """Return the rule for a field whose values have other names in config.json.
+    """Return the rule for a field with other names for its values in config.json.
 
     Args:
         ours: the field of `GPTConfig`.
         theirs: the key in config.json.
-        values: their name -> ours. If several names mean the same, the first is written; null if none does.
+        values: their name -> ours. If several names mean the same, the first is written. If none does, null is.
         default: their name if the key is absent or null.
     """
 
@@ -259,9 +259,9 @@ def _to_fields(hf: Json, rotation: Json) -> Json:
 EMBEDDING, HEAD = ("wte/embedding",), ("lm_head/kernel",)  # paths of the parameters that are one if embeddings are tied
 
 # Layout of the elements in a file. same: as ours. columns: parts concatenated along the last axis (GPT-2's Conv1D). rows:
-# parts transposed to [out, in], where ours is [in, out], and concatenated. heads: as rows, but the parts of the first head,
-# those of the second, ... (GPT-NeoX). pairs: as rows, but in each head the elements that rotate together are neighbours,
-# which here are half a head apart (Llama in GGUF).
+# parts transposed to [out, in], where ours is [in, out], and concatenated. heads: as rows, but with all parts of the
+# first head, then of the second, ... (GPT-NeoX). pairs: as rows, but in each head the elements that rotate together are
+# neighbours, which here are half a head apart (Llama in GGUF).
 Layout = Literal["same", "columns", "rows", "heads", "pairs"]
 
 
@@ -389,8 +389,8 @@ class Family:
     """A model family in a format: its names, and the rules for the configuration and for the tensors."""
 
     model_type: str  # transformers' name for it, in config.json
-    architecture: str | None = None  # transformers' class. None: another format, whose configuration has neither name
-    prefix: str = ""  # of all tensors except the output matrix; absent in checkpoints of the base model
+    architecture: str | None = None  # transformers' class. None means another format, without these two names
+    prefix: str = ""  # begins the names of all tensors but the output matrix. Checkpoints of the base model lack it
     config_rules: tuple[ConfigRule, ...]
     weight_rules: tuple[WeightRule, ...]
 
@@ -420,7 +420,7 @@ class Family:
     def expand_rules(self, config: GPTConfig, paths: Container[str]) -> Iterator[WeightRule]:
         """Yield the rule of each tensor of a model, with layer indices filled in.
 
-        paths: paths of the model's parameters; rules for others are skipped.
+        paths: paths of the model's parameters. Rules for others are skipped.
         """
         for rule in self.weight_rules:
             for layer in range(config.n_layer) if "{}" in rule.theirs else (0,):

@@ -29,8 +29,8 @@ from jaxgpt.hf.family import Family
 from jaxgpt.hf.weights import Tensor, check, list_tensors
 
 LARGEST_CONFIG = 2**24  # bytes of a config.json
-# Files that an export copies. In a run directory those of the tokenizer are next to tokenizer.json, where a chat finds
-# its template, and the others in a folder.
+# Files that an export copies. In a run directory the tokenizer's are next to tokenizer.json, where a chat finds its
+# template, and the others in a folder.
 BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 HF_FOLDER = "hf"
 IN_HF_FOLDER = ("config.json", "generation_config.json")
@@ -55,7 +55,7 @@ class Source:
 def find_directory(name: str, wanted: Sequence[str] = WANTED) -> Path:
     """Return the directory of a model, downloaded from the Hub if needed. Raises `UserError` if it is not available.
 
-    name: a directory, or an id on the Hub, for which the directory is that of huggingface_hub's cache. wanted: files.
+    name: a directory, or an id on the Hub, which is downloaded to huggingface_hub's cache. wanted: files.
     """
     path = Path(name)
     if is_there(path, "Give a directory with config.json, tokenizer.json and .safetensors files."):
@@ -137,7 +137,7 @@ def load_named_tokenizer(name: str, config: GPTConfig) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, name: str | Path, config: GPTConfig) -> None:
-    """Raise `UserError` if a tokenizer has more ids than the model. name: of its file."""
+    """Raise `UserError` if a tokenizer has more ids than the model. name: its file."""
     assert config.vocab_size is not None
     over = config.vocab_size - tokenizer.vocab_size
     both = f"{name} has ids up to {tokenizer.vocab_size - 1:,}, the model a vocab_size of {config.vocab_size:,}"
@@ -148,7 +148,7 @@ def check_vocabulary(tokenizer: Tokenizer, name: str | Path, config: GPTConfig) 
 
 
 def end_tokens(run: Path) -> list[int]:
-    """Return the end tokens in the files of an imported model; an empty list for other runs."""
+    """Return the end tokens in the files of an imported model. The list is empty for other runs."""
     for name in reversed(IN_HF_FOLDER):  # generation_config.json takes precedence
         path = run / HF_FOLDER / name
         values = read_json(path, LARGEST_CONFIG) if path.exists() else None
@@ -174,7 +174,7 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
 
 
 def special_ids(tokenizer: Tokenizer, end: int | None = None) -> dict[str, int | None]:
-    """Return the ids that other programs call bos, eos, pad and unk; None for a token that there is not.
+    """Return the ids that other programs call bos, eos, pad and unk, or None for a token that is missing.
 
     end: the id that ends the turns of a chat, if no text has it.
     """

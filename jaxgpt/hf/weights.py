@@ -48,7 +48,7 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     kind: str  # dtype in the format's spelling, such as F32
     read: Callable[[], np.ndarray]
-    file: Path = Path()  # that has it
+    file: Path = Path()  # the file that has it
 
     @property
     def bytes(self) -> int:
@@ -57,7 +57,7 @@ class Tensor(NamedTuple):
 
 
 def hold(x: np.ndarray) -> Tensor:
-    """Return a tensor whose elements are in memory."""
+    """Return a tensor that has its elements in memory."""
     return Tensor(x.shape, SPELLED[x.dtype], lambda: x)
 
 
@@ -66,7 +66,7 @@ def _open(file: Path) -> Any:
         import safetensors
     except ImportError:
         raise UserError("weights need the safetensors package: python -m pip install 'jaxgpt[hf]'") from None
-    open_file(file).close()  # regular and readable; on a pipe the library would block
+    open_file(file).close()  # it is regular and readable. On a pipe the library would block
     try:
         return safetensors.safe_open(str(file), framework="numpy")
     except (safetensors.SafetensorError, OSError, ValueError) as e:
@@ -76,7 +76,7 @@ def _open(file: Path) -> Any:
 def list_tensors(directory: Path) -> dict[str, Tensor]:
     """List the tensors of a directory by name, from its only file or from the files in its index. Reads headers only.
 
-    Of a tensor that the index does not name, or names in another file, a warning tells: other programs may read it.
+    A warning names each tensor that the index does not name, or names in another file: other programs may read it.
     Raises `UserError` for files that are missing, truncated, damaged or pickled.
     """
     index = directory / INDEX
@@ -164,7 +164,7 @@ def _as_in_files(family: Family, tensors: dict[str, Tensor]) -> Family:
 
 
 def check(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None:
-    """Raise `UserError` if tensors are missing, unknown or misshapen; the message lists all of them."""
+    """Raise `UserError` if tensors are missing, unknown or misshapen. The message lists all of them."""
     family, shapes = _as_in_files(family, tensors), shapes_of(config)
     wanted = {
         rule.theirs: their_shape([shapes[path] for path in rule.ours], rule.layout)
@@ -195,10 +195,10 @@ def read_params(
     """Read the parameters.
 
     Args:
-        tensors: by name, accepted by `check`.
+        tensors: the tensors by name, accepted by `check`.
         family: the family of the model.
         config: the architecture, with `scan_layers` off.
-        dtype: of the parameters. None means as stored.
+        dtype: the dtype of the parameters. None means as stored.
         places: sharding of each parameter, by path. None means the first device.
 
     Raises:
@@ -249,7 +249,7 @@ def _check_tied(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -
 def to_tensors(params: dict, family: Family, config: GPTConfig, dtype: DTypeLike | None = None) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint by name, each made when it is written.
 
-    dtype: of the tensors. None means that of the parameters.
+    dtype: the dtype of the tensors. None means the parameters' own.
     """
     flat, head_dim = _flatten(params), config.explicit().head_dim
     assert head_dim is not None
@@ -271,8 +271,8 @@ def to_peft(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of adapters by PEFT's names, and adapter_config.json. Needs `scan_layers` off.
 
-    A tensor that joins several matrices, such as GPT-2's c_attn, has one adapter, whose rank is the sum of theirs: the
-    a are side by side, and a b is zero outside the columns of its own matrix.
+    A tensor that joins several matrices, such as GPT-2's c_attn, has one adapter. Its rank is the sum of theirs: the a
+    are side by side, and a b is zero outside the columns of its own matrix.
     """
     flat = {path: np.asarray(x, dtype) for path, x in _flatten(adapters).items()}
     shapes, head_dim, tensors, ranks, is_conv = shapes_of(config), config.explicit().head_dim, {}, {}, False
@@ -340,7 +340,7 @@ def write_file(file: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def summarize_names(names: Iterable[str]) -> str:
-    """Join names of tensors; those that differ only in the layer become one, such as "h.0-11.attn.bias"."""
+    """Join names of tensors. Names that differ only in the layer become one, such as "h.0-11.attn.bias"."""
     layer, patterns = re.compile(r"(?<=\.)\d+(?=\.)"), {}
     for name in sorted(names):
         patterns.setdefault(layer.sub("*", name, count=1), []).extend(map(int, layer.findall(name)[:1]))
