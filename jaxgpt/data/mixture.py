@@ -1,4 +1,4 @@
-"""Mix sources by weight. The row number n alone decides which source gives row n, and which of its rows."""
+"""Mix sources by weight. The number n of a row decides which source gives it, and which of its rows."""
 
 from __future__ import annotations
 

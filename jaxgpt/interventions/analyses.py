@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 AT_ONCE = 4096  # tokens in one batch, but at least one set of edits
 ROWS_AT_ONCE = 8  # rows of the Jacobians computed in one batch
-STEPS = 100  # of L-BFGS, in fitting a probe
+STEPS = 100  # L-BFGS steps to fit a probe
 BY_HEAD = ("queries", "keys", "values", "pattern", "heads")
 
 Metric = Callable[[jax.Array], Any]
@@ -49,8 +49,8 @@ Metric = Callable[[jax.Array], Any]
 class Ablations(NamedTuple):
     """The rise of the loss without each part."""
 
-    loss: float  # of the whole model, nats per token
-    heads: MeanInterval  # over rows, in nats per token; arrays [L, N]
+    loss: float  # the whole model's, nats per token
+    heads: MeanInterval  # over rows, in nats per token: arrays [L, N]
     mlps: MeanInterval  # arrays [L]
 
 
@@ -62,10 +62,10 @@ def ablate_all(
     by: Literal["zero", "mean"] = "mean",
     mask_BT: ArrayLike | None = None,
 ) -> Ablations:
-    """Return the rise of the loss when each head, and each MLP, is ablated alone.
+    """Return the rise of the loss when a single head, or a single MLP, is ablated: for each of them.
 
     Mean ablation keeps what a part adds to every token, on which later layers may rely (Wang et al. 2022,
-    arXiv:2211.00593); zero ablation removes that too.
+    arXiv:2211.00593). Zero ablation removes that too.
 
     Args:
         tokens_BT: at least two rows, over which intervals are computed: documents or windows of held-out text.
@@ -108,17 +108,17 @@ def _row_losses(tokens_BT: jax.Array, mask_BT: jax.Array, logits_BTV: jax.Array)
 
 
 def patch(model: GPT, params: Params, into_T: Any, source_T: Any, place: str, metric: Metric) -> jax.Array:
-    """Return the metric of a text with one activation replaced by that of another: [L, T, N] by head, else [L, T].
+    """Return the metric of a text with one activation replaced by another text's: [L, T, N] by head, else [L, T].
 
-    Layers before the patch are computed once for all patches. Sources: Vig et al. 2020, arXiv:2004.12265; Meng et al.
-    2022, arXiv:2202.05262; by heads, Wang et al. 2022, arXiv:2211.00593.
+    Layers before the patch are computed once for all patches. Sources: Vig et al. 2020, arXiv:2004.12265, Meng et al.
+    2022, arXiv:2202.05262, and by heads, Wang et al. 2022, arXiv:2211.00593.
 
     Args:
         into_T: token ids of the text that is patched.
         source_T: token ids of the text that the activations come from, as many.
-        place: where, in each layer (`model.PLACES`): "heads", "queries" or "pattern" by head; "keys" or "values" by
-            key/value head; "attention", "middle", "units", "mlp" or "stream" of a token.
-        metric: of the next token's logits_V. Give the same function again to use the compiled programs again.
+        place: where, in each layer (`model.PLACES`): "heads", "queries" or "pattern" by head, "keys" or "values" by
+            key/value head, "attention", "middle", "units", "mlp" or "stream" by token.
+        metric: a function of the next token's logits_V. Give the same one again to use the compiled programs again.
 
     Example:
         >>> difference_LTN = patch(model, params, corrupted_T, clean_T, "heads", lambda z_V: z_V[right] - z_V[wrong])
@@ -187,7 +187,7 @@ class Attribution(NamedTuple):
 
     embedding: jax.Array  # []: of token and position
     heads_LN: jax.Array
-    biases_L: jax.Array  # of c_proj of attention
+    biases_L: jax.Array  # attention's c_proj
     mlps_L: jax.Array
     norm: jax.Array  # []: the bias of the last norm
 
@@ -200,17 +200,17 @@ def logit_attribution(model: GPT, params: Params, tokens_T: Any, token: int, oth
     """Return what each part adds to logit(token) - logit(other) at the last position.
 
     The stream is a sum of what the embedding, the heads and the MLPs write, and the last norm is linear in it once its
-    standard deviation is fixed at that of the text. Effects by way of later parts are not in it: see `patch`. Sources:
-    Elhage et al. 2021, transformer-circuits.pub/2021/framework; Wang et al. 2022, arXiv:2211.00593, section 3.1.
+    standard deviation is fixed at the text's. Effects by way of later parts are not in it: see `patch`. Sources: Elhage
+    et al. 2021, transformer-circuits.pub/2021/framework, and Wang et al. 2022, arXiv:2211.00593, section 3.1.
 
     Args:
         model: a model with norm_position="pre" and without logit_softcap.
         tokens_T: token ids.
-        token: id of the token whose logit counts as positive.
-        other: id of the token whose logit counts as negative.
+        token: id of the token with the logit that counts as positive.
+        other: id of the token with the logit that counts as negative.
 
     Raises:
-        UserError: for a model whose logits are not such a sum, or tokens that it does not have.
+        UserError: for a model with logits that are not such a sum, or tokens that it does not have.
     """
     model, params = unroll(model, params)
     c, layers = model.config, range(model.config.n_layer)
@@ -262,10 +262,10 @@ def _attribute(
 def induction_scores(model: GPT, params: Params, tokens_BT: Any, *, period: int) -> jax.Array:
     """Return how much each head attends to the token after the last occurrence of the current one, [L, N].
 
-    Source: Olsson et al. 2022, arXiv:2209.11895, whose induction heads have high scores on repeated random tokens.
+    Source: Olsson et al. 2022, arXiv:2209.11895. Their induction heads have high scores on repeated random tokens.
 
     Args:
-        tokens_BT: rows that repeat after `period` tokens, such as those of `repeat_random_tokens`.
+        tokens_BT: rows that repeat after `period` tokens, such as `repeat_random_tokens` makes.
         period: length of the repeated segment, in tokens.
 
     Returns:
@@ -321,11 +321,11 @@ def fit_jacobian_lens(model: GPT, params: Params, tokens_BT: Any, *, skip_first:
     """Return the mean Jacobian of the last stream with respect to the embedding and each block's stream, [L, D, D].
 
     Each is the effect of a token's stream on the last stream of the same and all later tokens, summed over those and
-    averaged over tokens and rows: Gurnee et al. 2026, transformer-circuits.pub/2026/workspace. The last block, whose
-    Jacobian is the identity, has no entry.
+    averaged over tokens and rows: Gurnee et al. 2026, transformer-circuits.pub/2026/workspace. The last block has no
+    entry, because its Jacobian is the identity.
 
     Args:
-        tokens_BT: a sample of text; the cost is D backward passes.
+        tokens_BT: a sample of text. The cost is D backward passes.
         skip_first: positions at the start of each row to leave out, which often attend to nothing but themselves. The
             last position is left out as well, as in the paper.
     """
@@ -450,11 +450,11 @@ def plot_heatmap(
     Args:
         values_RC: for example [L, N], one value per head.
         title: above the matrix.
-        unit: of the values, beside the scale.
+        unit: the unit of the values, written at the scale.
         rows: names of the rows. None means layer 0, layer 1 ...
         columns: names of the columns. None means 0, 1 ...
     """
-    from matplotlib.figure import Figure  # 2 s to import; pyplot would set global state
+    from matplotlib.figure import Figure  # takes 2 s to import, and pyplot would set global state
 
     values_RC = np.asarray(values_RC, np.float32)
     R, C = values_RC.shape

@@ -1,4 +1,4 @@
-"""A GPT whose activations are edited, and its runs: the edits are arrays among its parameters.
+"""Edit the activations of a GPT, and run it: the edits are arrays among its parameters.
 
 An edit makes keep * x + add of an activation x. Zeroing, replacing by a mean or by another text's activations (patching),
 scaling and adding a direction (steering) are all of this form, so different edits are different arrays for one program.
@@ -51,9 +51,9 @@ class Edit:
     """`x = keep * x + add` at one place. Make it by `zero`, `replace`, `scale` or `add`."""
 
     place: str  # one of PLACES
-    layer: int | None = None  # from 0; None for the embedding
+    layer: int | None = None  # from 0, None for the embedding
     index: Indices = None  # heads, units or elements of the vector, from 0
-    positions: Indices = None  # of tokens, in generated text too
+    positions: Indices = None  # positions of tokens, in generated text too
     keep: float = 1.0
     add: ArrayLike = 0.0  # broadcast to [positions, selected, ...]
 
@@ -66,7 +66,7 @@ def zero(place: str, layer: int | None = None, *, index: Indices = None, positio
 def replace(
     place: str, layer: int | None = None, *, by: ArrayLike, index: Indices = None, positions: Indices = None
 ) -> Edit:
-    """Replace activations: by their mean over a corpus, or by those of another text (activation patching).
+    """Replace activations by their mean over a corpus, or by another text's activations (activation patching).
 
     by: broadcast to [selected, ...], e.g. [H] or [N, H] for heads. With an axis for positions in front, it is for the
     positions 0, 1, 2 ..., or for `positions`.
@@ -87,7 +87,7 @@ def add(
 
 
 def place_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of the activations of one token at each place, by name; a pattern's is [N, 1] for any keys.
+    """Return the shape of the activations of one token at each place, by name. A pattern's is [N, 1] for any keys.
 
     A configuration of a user's own has the places that its modules pass through.
     """
@@ -112,9 +112,9 @@ def _traced_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
 
 
 def edit_arrays(config: GPTConfig, *sets: Sequence[Edit]) -> EditArrays:
-    """Return the factors and terms of sets of edits, stacked. Those of a set are applied in their order.
+    """Return the factors and terms of sets of edits, stacked. The edits of a set are applied in their order.
 
-    The axis after that of the sets is the position; the last of its P + 1 rows is for position P and all later ones.
+    The axis after the axis of the sets is the position. The last of its P + 1 rows is for position P and all later ones.
 
     Raises:
         UserError: for a place, layer, index, position or shape that the model does not have.
@@ -173,7 +173,7 @@ EDITS = "edits"  # in the parameters: `EditArrays`
 ACTIVATIONS = "activations"  # the collection of activations that are read
 AT_ONCE = 16  # sets of edits in one batch
 
-# (module, method) -> the place of its result. Those of a block's `attn` and `mlp` are places of any module.
+# (module, method) -> the place of its result. The places of a block's `attn` and `mlp` hold for any module.
 RESULTS: dict[tuple[type[nn.Module], str], str] = {
     (GPT, "embed"): EMBEDDING,
     (MLP, "units"): "units",
@@ -239,7 +239,7 @@ class EditedGPT(GPT):
             return super().unembed(x_BTD)
 
     def predict(self, x_BTD: jax.Array) -> jax.Array:
-        """Return logits_BTV of a residual stream, that of the last block or another: the logit lens."""
+        """Return logits_BTV of a residual stream, the last block's or another: the logit lens."""
         return self.unembed(self.norm_output(x_BTD))
 
     def run_block(self, layer: int, x_BTD: jax.Array) -> jax.Array:
@@ -255,7 +255,7 @@ class EditedGPT(GPT):
     def editor(self) -> Callable:
         """Return the interceptor of linen's methods that applies the edits."""
         arrays = self.edit_arrays()
-        positions_BT: Any = None  # of the tokens, from the last module that was given them
+        positions_BT: Any = None  # the tokens' positions, from the last module that was given them
         wanted = {*arrays, *self.read}
 
         def touch(name: str, x: Any) -> jax.Array:
@@ -341,7 +341,7 @@ def run_each(
     """Return `summarize(logits_BTV)` for each set of edits, stacked: one program, `at_once` sets in a batch.
 
     Activations that come before all edits are computed once. Give the same function `summarize` again to use the
-    compiled program again; a `jax.tree_util.Partial` may have other arrays.
+    compiled program again. A `jax.tree_util.Partial` may have other arrays.
     """
     if not any(edits):
         raise UserError(f"edits={list(edits)}: needs at least one set of edits that is not empty")

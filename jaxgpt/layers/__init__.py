@@ -7,7 +7,7 @@ Letters that end the names of arrays and that einsum strings use, in the entire 
     D width (n_embd)  F MLP hidden      L layers              U tokens of all rows in one axis, B T
     C chunks of T     X columns of a batch that is decoded    W beams
     M key/value heads of all rows, B K       Q queries that share a key/value head, G T
-    P local devices   R rank of adapters; half of the elements that rope rotates; rows of all beams, B W
+    P local devices   R rank of adapters, half of the elements that rope rotates, or rows of all beams, B W
 
 A number for a letter is that size: x_BT1. A lower-case letter is a part of it: x_BtD is a chunk of x_BTD.
 """

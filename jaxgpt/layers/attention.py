@@ -29,15 +29,15 @@ class Attention(nn.Module):
     head_dim: int | None = None  # None means n_embd // n_head
     qkv_bias: bool = True
     out_bias: bool = True
-    dropout: float = 0.0  # of the attention weights, and of the output
-    qk_norm: str | None = None  # "head": over each query and key head; "heads": over all of them concatenated
+    dropout: float = 0.0  # share of the attention weights, and of the output, that is dropped
+    qk_norm: str | None = None  # "head" is over each query and key head, "heads" over all of them concatenated
     make_norm: Callable[[], nn.Module] = RMSNorm
     rope: Rope | None = None  # None means no rotation
-    scale: float | None = None  # of the scores. None means 1 / sqrt(H)
+    scale: float | None = None  # factor of the scores. None means 1 / sqrt(H)
     window: int | None = None  # tokens that each token attends to, itself included. None means all
-    softcap: float | None = None  # of the scores. None means no cap
+    softcap: float | None = None  # cap of the scores. None means no cap
     kernel_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)
-    residual_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)  # of c_proj
+    residual_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)  # for c_proj
     causal: bool = True  # False: tokens attend to all of their document, by the plain kernel
     attention_fn: AttentionFn = plain_attention  # the kernel of causal attention
     dtype: DTypeLike = jnp.float32
@@ -65,7 +65,7 @@ class Attention(nn.Module):
 
         Args:
             x_BTD: one vector per token.
-            positions_BT: int32, for rope; B may be 1. None means 0, 1, 2 ...
+            positions_BT: int32, for rope. B may be 1. None means 0, 1, 2 ...
             segments_BT: int32, the document of each token: it attends to no other. None means one document per row.
             train: apply dropout, with `rngs={"dropout": key}`.
         """

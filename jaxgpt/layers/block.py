@@ -1,4 +1,4 @@
-"""A Transformer block: attention, then MLP, each added to the residual stream; and what it takes from the hardware."""
+"""A Transformer block: attention, then MLP, each added to the residual stream. `Compute` is what depends on hardware."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ NO_SHARDING = ShardingHooks()
 class Compute(NamedTuple):
     """How modules compute, which is not part of the architecture: `GPTConfig.make_...` hand it to what they build."""
 
-    dtype: DTypeLike = jnp.float32  # of activations and matrix products
+    dtype: DTypeLike = jnp.float32  # for activations and matrix products
     attention_fn: AttentionFn = plain_attention  # the kernel of causal attention
     sharding: ShardingHooks = NO_SHARDING
 

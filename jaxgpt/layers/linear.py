@@ -34,7 +34,7 @@ class Dense(nn.Dense):
 
 @jax.custom_vjp
 def float32_logits(x_UD: jax.Array, kernel_DV: jax.Array) -> jax.Array:
-    """Compute x_UD @ kernel_DV in x's dtype with float32 sums; bfloat16 logits would shift the loss by 0.1%.
+    """Compute x_UD @ kernel_DV in x's dtype with float32 sums. bfloat16 logits would shift the loss by 0.1%.
 
     The gradient is rounded to x's dtype: products with a float32 gradient would run at a fraction of the speed.
     """

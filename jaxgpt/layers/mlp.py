@@ -16,7 +16,7 @@ def gelu(x: jax.Array) -> jax.Array:
     """Compute x Phi(x) by erf, as torch.nn.GELU(). Hendrycks and Gimpel 2016, arXiv:1606.08415.
 
     jax.nn.gelu uses erfc, which is accurate for large negative x, where this form rounds results below 1e-7 to 0. In
-    float32 that saves 4% of a training step on CPU; in 16 bits the limit would be 1e-2.
+    float32 that saves 4% of a training step on CPU. In 16 bits the limit would be 1e-2.
     """
     if x.dtype != jnp.float32:
         return jax.nn.gelu(x, approximate=False)
@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": gelu,
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021, arXiv:2109.08668
-    # of the gate: Shazeer 2020, arXiv:2002.05202
+    # activations of a gate: Shazeer 2020, arXiv:2002.05202
     "swiglu": jax.nn.silu,
     "geglu": gelu,
     "geglu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
@@ -44,7 +44,7 @@ class MLP(nn.Module):
     use_bias: bool = True
     dropout: float = 0.0
     kernel_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)
-    residual_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)  # of c_proj
+    residual_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)  # for c_proj
     dtype: DTypeLike = jnp.float32
 
     @nn.compact

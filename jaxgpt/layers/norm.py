@@ -12,7 +12,7 @@ from jaxgpt.layers.remat import save_in_remat
 
 
 def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, eps: float) -> jax.Array:
-    """Return `(x - mean) / sqrt(var + eps) * scale + bias` for each token; the variance divides by D.
+    """Return `(x - mean) / sqrt(var + eps) * scale + bias` for each token. The variance divides by D.
 
     Ba, Kiros and Hinton 2016, arXiv:1607.06450. The result has x's dtype.
     """

@@ -19,7 +19,7 @@ def positions_from_segments(segments_BT: jax.Array) -> jax.Array:
 def sinusoidal(positions_BT: jax.Array, width: int) -> jax.Array:
     """Return sines in the even columns and cosines in the odd, with wavelengths from 2 pi to 20,000 pi tokens.
 
-    Vaswani et al. 2017, arXiv:1706.03762, section 3.5. Returns x_BTD in float32; `width` is even.
+    Vaswani et al. 2017, arXiv:1706.03762, section 3.5. Returns x_BTD in float32. `width` must be even.
     """
     # float32 throughout: bfloat16 rounds position 257 to 256.
     frequency_D2 = jnp.exp(-jnp.log(10_000.0) / width * jnp.arange(0, width, 2, dtype=jnp.float32))

@@ -30,13 +30,13 @@ class Peaks:
     link_bandwidth: float  # bytes/s in one direction, of one TPU link or all NVLinks of a GPU
     # bytes/s in one direction, of a GPU's network card between hosts, or of a TPU chip's share of its host's cards
     network_bandwidth: float | None = None
-    torus: int = 0  # dimensions of the torus of links; 0: one switch connects all devices of a host
+    torus: int = 0  # dimensions of the torus of links, 0 if one switch connects all devices of a host
 
 
 # By JAX's full name of the device: "NVIDIA A100-SXM4-40GB MIG 1g.5gb" and "TPU v4 lite" are unknown.
 PEAKS = {
-    # GPU: nvidia.com's data sheets of A100, H100, H100 NVL, H200 and H200 NVL; for B200 (HGX)
-    # glennklockwood.com/garden/processors/B200; RTX PRO 6000 Blackwell without a page of Nvidia's at hand. FLOP/s without
+    # GPU: nvidia.com's data sheets of A100, H100, H100 NVL, H200 and H200 NVL. B200 (HGX) is from
+    # glennklockwood.com/garden/processors/B200, RTX PRO 6000 Blackwell without a page of Nvidia's at hand. FLOP/s without
     # sparsity, and half of the sum of a link's two directions. PCIe cards have PCIe here: an NVLink bridge connects only
     # two of them (four H200 NVL). Between hosts, the SXM boards have a network card each, by docs.nvidia.com/dgx: eight
     # of 200 Gbit/s in a DGX A100, of 400 Gbit/s in a DGX H100, H200 or B200. Memory is what the driver reports, by the
@@ -54,11 +54,11 @@ PEAKS = {
     "NVIDIA RTX PRO 6000 Blackwell Server Edition": Peaks(503.8e12, 103_079_215_104, 1.597e12, 64e9),
     "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": Peaks(503.8e12, 103_079_215_104, 1.792e12, 64e9),
     "NVIDIA GeForce RTX 4090": Peaks(165.2e12, 24 * 10**9, 1.008e12, 32e9),  # "Ada GPU Architecture" v2.1, float32 sums
-    # TPU: FLOP/s from cloud.google.com/tpu/docs/v4, /v5e, /v5p and /v6e; bandwidths from
+    # TPU: FLOP/s from cloud.google.com/tpu/docs/v4, /v5e, /v5p and /v6e. Bandwidths are from
     # jax-ml.github.io/scaling-book/tpus, where links are a tenth slower than in the data sheets (v5e: 1600 Gbit/s over 4
     # ports). Of the memory, programs can use 30.75, 15.75, 95.74 and 31.25 GiB on v4, v5e, v5p and v6e, by the
     # out-of-memory message of libtpu 0.0.42. Network between slices, by cloud.google.com/tpu/docs: 2 cards of 100 Gbit/s
-    # for 8 chips of v5e, 50 Gbit/s for a chip of v5p, 4 cards of 200 Gbit/s for 8 chips of v6e; scaling-book/tpus has
+    # for 8 chips of v5e, 50 Gbit/s for a chip of v5p, 4 cards of 200 Gbit/s for 8 chips of v6e. scaling-book/tpus has
     # 2.5e10 bytes/s for a host. For v4: unknown.
     "TPU v4": Peaks(275e12, 32 * 2**30, 1.2e12, 4.5e10, None, torus=3),
     "TPU v5 lite": Peaks(197e12, 16 * 2**30, 8.1e11, 4.5e10, 3.125e9, torus=2),
@@ -96,7 +96,7 @@ def all_devices() -> list[jax.Device]:
     """Return the devices of all processes. Raises `UserError` if JAX finds none."""
     try:
         return jax.devices()
-    except (RuntimeError, AssertionError) as e:  # unknown platform, or no driver; for cuda JAX fails an assertion
+    except (RuntimeError, AssertionError) as e:  # unknown platform, or no driver. For cuda JAX fails an assertion
         found = f"JAX finds no device (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')!r})"
         said = str(e).partition("\n")[0] or "no such platform is installed"
         raise UserError(f"{found}: {said}. Set JAX_PLATFORMS=cpu to compute on the CPU") from None
@@ -122,11 +122,11 @@ def compute_options(
 ) -> ComputeOptions:
     """Choose float32 and plain attention on CPU, bfloat16 elsewhere, splash attention on TPU, cuDNN's on Nvidia GPUs.
 
-    On CPU a bfloat16 product is slower than a float32 one; on GPU and TPU it is several times faster.
+    On CPU a bfloat16 product is slower than a float32 one. On GPU and TPU it is several times faster.
 
     device: the first by default. is_packed: rows hold several documents, between which there must be no attention.
-    required: raise `UserError` if the device cannot run the named kernel. False: the kernel was named for another
-    device; choose as for "auto" if this one cannot run it.
+    required: raise `UserError` if the device cannot run the named kernel. False means that the kernel was named for
+    another device: if this one cannot run it, choose as for "auto".
     """
     device, model = device or first_device(), model.explicit()
     assert model.head_dim
@@ -174,7 +174,7 @@ def _why_not_cudnn(device: jax.Device, dtype: str, model: GPTConfig) -> str | No
 
 
 def memory_of(device: jax.Device) -> int | None:
-    """Return the bytes that programs can use on this device; None: unknown. CPU devices have equal shares of RAM."""
+    """Return the bytes that programs can use on this device, None if unknown. CPU devices have equal shares of RAM."""
     if device.platform == "cpu":
         if not hasattr(os, "sysconf"):  # Windows
             return None
@@ -225,8 +225,8 @@ def train_flops_per_token(config: GPTConfig, n_params: int, in_adapters: int = 0
     Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B. Embedding lookups count as 0, but a tied table counts as
     the output matrix. The masked half of attention, which kernels skip, counts too, as is usual.
 
-    in_adapters: number of parameters in adapters, beside the model's `n_params`, if only these are trained. The others
-    then need no gradient, which is 2 of their 6 FLOPs. None: a configuration of a user's own, whose products are unknown.
+    in_adapters: number of parameters in adapters, not counted in `n_params`, if only these are trained. The others then
+    need no gradient, which is 2 of their 6 FLOPs. Returns None for a configuration of a user's own.
     """
     if config.is_foreign:
         return None

@@ -27,7 +27,7 @@ REDUCTIONS_FLAG = "--xla_cpu_experimental_ynn_fusion_type"
 NO_FUSED_REDUCTIONS = f"{REDUCTIONS_FLAG}=-reduce"
 
 # Objects between two runs of Python's garbage collector. Importing JAX and tracing a step create a million objects and
-# leave few cycles; at Python's own 700 the collector takes 0.2 s of the quickstart's start.
+# leave few cycles. At Python's own 700 the collector takes 0.2 s of the quickstart's start.
 GC_THRESHOLD = 50_000
 
 # from glibc's malloc.h
@@ -35,7 +35,7 @@ MALLOC = {"M_TRIM_THRESHOLD": -1, "M_TOP_PAD": -2, "M_MMAP_THRESHOLD": -3, "M_MM
 
 
 def configure_jax(*, computes: bool = True) -> None:
-    """Set up the process, once. Every command, `jaxgpt.fit` and `jaxgpt.load` call this first; a notebook may.
+    """Set up the process, once. Every command, `jaxgpt.fit` and `jaxgpt.load` call this first. A notebook may.
 
     No backend is started, since several processes must connect first. Environment variables that are set already win,
     and `JAXGPT_SETUP=0` leaves the process as it is. Warns if JAX has already started on a CPU with fused reductions.
@@ -92,14 +92,14 @@ def _has_started(jax) -> bool:
 def skip_cuda_check() -> None:
     """Keep JAX's CUDA plugin from looking for CUDA's libraries where there is no GPU.
 
-    The plugin may be there for its compiler alone, by the extra `plan-gpu`. JAX then logs a traceback at its first use.
+    The plugin may be there only for its compiler, by the extra `plan-gpu`. JAX then logs a traceback at its first use.
     """
     if not any(os.path.exists(path) for path in NVIDIA_DEVICES):
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
 def quiet_libtpu(*, only_compiles: bool = False) -> None:
-    """Keep libtpu, which may be there for its compiler alone, from reporting that this machine has no TPU.
+    """Keep libtpu, which may be there only for its compiler, from reporting that this machine has no TPU.
 
     only_compiles: no TPU is wanted, even if there is one.
     """
@@ -123,7 +123,7 @@ def keep_freed_memory() -> bool:
 def return_freed_memory() -> None:
     """Let the C library return an array's memory as soon as it is freed, for commands that only read and write.
 
-    By default glibc allocates arrays of up to 32 MB on the heap after it has freed one; a tenth of a model's size then
+    By default glibc allocates arrays of up to 32 MB on the heap after it has freed one. A tenth of a model's size then
     stays behind in holes.
     """
     _tune_malloc(M_MMAP_THRESHOLD=2**17, M_ARENA_MAX=1)  # glibc's initial value, which it no longer raises once set
@@ -140,7 +140,7 @@ def _tune_malloc(**options: int) -> bool:
 def enable_compilation_cache() -> None:
     """Keep compiled programs in the user's cache directory, so that the second start skips most compilation.
 
-    JAX runs the programs it finds there, so only the user can access the directory (mode 0700); it is never in /tmp.
+    JAX runs the programs it finds there, so only the user can access the directory (mode 0700). It is never in /tmp.
     `JAX_COMPILATION_CACHE_DIR` names another directory, or turns the cache off if it is empty.
     """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
@@ -156,4 +156,4 @@ def enable_compilation_cache() -> None:
     jax.config.update("jax_compilation_cache_dir", str(directory))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    jax.config.update("jax_compilation_cache_max_size", 2 * 1024**3)  # bytes; the oldest go first
+    jax.config.update("jax_compilation_cache_max_size", 2 * 1024**3)  # bytes. The oldest programs go first

@@ -28,7 +28,7 @@ from jaxgpt.parallel.strategy import StepFn, Strategy
 from jaxgpt.train import Params, TrainState
 
 MESH_AXES = ("data", "fsdp", "tensor")
-BATCH_SPEC = P(("data", "fsdp"))  # rows of a batch; all devices of a tensor group read the same rows
+BATCH_SPEC = P(("data", "fsdp"))  # rows of a batch: all devices of a tensor group read the same rows
 
 # Logical axes of each parameter, by the end of its path. Each parameter matches exactly one entry, which a test checks.
 PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
@@ -43,11 +43,11 @@ PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     r"mlp/c_proj/kernel": ("mlp", "embed"),
     r"c_proj/bias": ("embed",),
     r"(encoder_)?ln_\w+/(scale|bias)": ("embed",),
-    r"(attn|cross)/[qk]_norm/scale": (None,),  # [H]; for a norm over all heads: heads_bias
+    r"(attn|cross)/[qk]_norm/scale": (None,),  # [H], but for a norm over all heads: heads_bias
 }
 
 # Mesh axes of each logical axis.
-# fsdp shards each matrix along D; the matrix is gathered when its layer runs (ZeRO, arXiv:1910.02054).
+# fsdp shards each matrix along D, and the matrix is gathered when its layer runs (ZeRO, arXiv:1910.02054).
 # tensor shards the computation: each device has some of the heads, hidden units and vocabulary, and only sums over
 # them are all-reduced (Megatron, arXiv:1909.08053).
 RULES = [
@@ -61,7 +61,7 @@ RULES = [
 ]
 
 # XLA for GPUs combines the gathers of a layer's parameters into one of up to 30 MB, and the layer waits for all of it
-# before its first product. Combined up to 4 MiB only, the gathers of later matrices run beside the first products: of
+# before its first product. Combined up to 4 MiB only, the gathers of later matrices overlap the first products: of
 # GPT-2 124M with fsdp=8 on H200, 4.8 of 4.8 ms can be hidden instead of 3.4. Gathering a layer ahead, by XLA's pipelined
 # collectives, hides no more, takes 107 GiB instead of 66 for a 7B model, and computes 1.67 times as much where layers are
 # not scanned.
@@ -95,7 +95,7 @@ def make_mesh(devices: Sequence[jax.Device], config: ParallelConfig, model: GPTC
 
     def jit_train_step(step: StepFn, shardings: TrainState, accumulates: bool) -> StepFn:
         # Each part of the axis `data` adds up the gradients of its own micro-batches first: otherwise the compiler
-        # all-reduces those of every layer and micro-batch.
+        # all-reduces the gradients of every layer and micro-batch.
         if accumulates and sizes["data"] > 1:
             step = jax.shard_map(
                 functools.partial(step, mean=lambda sums: jax.lax.pmean(sums, "data")),
@@ -168,7 +168,7 @@ def _slice_index(device: jax.Device) -> int | None:
 
 
 def count_slices(devices: Sequence[jax.Device]) -> int:
-    """Return the number of TPU slices that devices belong to; 1 for other devices, which do not state a slice."""
+    """Return the number of TPU slices that devices belong to, 1 for other devices, which do not state a slice."""
     return len(set(map(_slice_index, devices)))
 
 
@@ -217,7 +217,7 @@ def _shard_attention(mesh: Mesh, attention_fn: AttentionFn) -> AttentionFn:
 def parameter_axes(params: Params, config: GPTConfig) -> dict[str, Any]:
     """Return a tree with the logical axes of each parameter as a P. The rank of adapters is not sharded.
 
-    P() is that of a parameter that no rule names: it belongs to a module of a user's own.
+    P() means that no rule names the parameter: it belongs to a module of a user's own.
     """
     rules = dict(PARAMETER_AXES)
     if config.qk_norm_over == "heads":
@@ -265,11 +265,11 @@ def _divides(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> bool:
 
 
 def _state_shardings(mesh: Mesh, state: TrainState, config: GPTConfig) -> TrainState:
-    """Return a NamedSharding for each array of a state; the optimiser's arrays are sharded like their parameters.
+    """Return a NamedSharding for each array of a state. The optimiser's arrays are sharded like their parameters.
 
     An optimiser's array belongs to a parameter if it has its shape, and its names one after the other in its path.
 
-    `state` holds shapes; `config` is the model's.
+    `state` holds shapes, and `config` is the model's.
     """
     params = _shard_params(mesh, state.params, config)
     frozen_params = None if state.frozen_params is None else _shard_params(mesh, state.frozen_params, config)

@@ -1,4 +1,4 @@
-"""Several processes and several copies of a state: connect and watch the processes, compare the copies.
+"""Connect and watch several processes, and compare the copies of a state.
 
 If a collective fails or hangs, all processes are in the same call. Each then says in process 0's key-value store how far
 it has come: those that say nothing are gone, and those furthest behind are stuck. A run in one process is never ended:
@@ -53,7 +53,7 @@ class ProcessLost(RuntimeError):
 def initialize(config: ParallelConfig) -> None:
     """Connect to the other processes, if there are any. Call this before JAX starts a backend.
 
-    JAX detects them on Cloud TPU, GKE, SLURM and Open MPI; elsewhere, `config.coordinator` is the address of process 0.
+    JAX detects them on Cloud TPU, GKE, SLURM and Open MPI. Elsewhere, `config.coordinator` is the address of process 0.
     Raises `UserError` if they cannot connect. Ends the process if they do not all connect within
     `config.connect_timeout` seconds: the call that waits for the others cannot be interrupted.
     """
@@ -83,7 +83,7 @@ def initialize(config: ParallelConfig) -> None:
             num_processes=config.processes,
             process_id=config.process_id,
             cluster_detection_method=None if address is None else "deactivate",
-            initialization_timeout=seconds + 60,  # then JAX aborts with a stack dump; the timer is earlier
+            initialization_timeout=seconds + 60,  # then JAX aborts with a stack dump. The timer is earlier
             heartbeat_timeout_seconds=HEARTBEAT,
             shutdown_timeout_seconds=SHUTDOWN,
         )
@@ -95,7 +95,7 @@ def initialize(config: ParallelConfig) -> None:
 
 
 def cluster() -> str | None:
-    """Return the name of the environment that started this process with others. None: it is alone."""
+    """Return the name of the environment that started this process with others, or None if there are no others."""
     env = os.environ
 
     def count(name: str) -> int:
@@ -131,7 +131,7 @@ _asked = itertools.count()  # equal in all processes, which make the same calls 
 
 
 def _store() -> Any:
-    """Return the client of JAX's key-value store, in process 0's memory; its calls raise `JaxRuntimeError` without it.
+    """Return the client of JAX's key-value store, in process 0's memory. Its calls raise `JaxRuntimeError` without it.
 
     JAX has no public name for it, and `jax.experimental.multihost_utils` communicates through devices, which may hang.
     """
@@ -179,15 +179,15 @@ class Watchdog:
     """End the process if `beat` is not called in time, or if another process has ended."""
 
     def __init__(self, seconds: float | None):
-        """Set the minimum of `seconds` without progress after which a run is stuck; None or 0: it never is."""
-        self.directory: Path | None = None  # of the run, for the message on how to continue
+        """Set the minimum of `seconds` without progress after which a run is stuck. With None or 0 it never is."""
+        self.directory: Path | None = None  # the run's, for the message on how to continue
         self.last_step: Callable[[], int | None] = lambda: None  # returns the step of the last checkpoint, if any
         self._least = seconds
         self.process, self.processes = jax.process_index(), jax.process_count()
         self.name = f"process {self.process} of {self.processes} (host {socket.gethostname()}, pid {os.getpid()})"
         self._turn = self._step = 0
         self._since = self._stepped = time.monotonic()
-        self._durations: deque[float] = deque(maxlen=101)  # of steps, in seconds, from one beat to the next
+        self._durations: deque[float] = deque(maxlen=101)  # seconds of steps, from one beat to the next
         self._patience = 1
         self._over = threading.Event()
 
@@ -240,7 +240,7 @@ class Watchdog:
         return None, f"{', '.join(stuck)} {'are' if len(stuck) > 1 else 'is'} stuck"
 
     def stop(self, words: str = "", status: int = 0) -> None:
-        """Stop watching. The others end with `words` and `status`; if `words` is empty, they continue."""
+        """Stop watching. The others end with `words` and `status`. If `words` is empty, they continue."""
         self._over.set()
         if words:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -255,9 +255,9 @@ class Watchdog:
         return None if gone is None else (gone, 1)
 
     def say(self, what: str) -> None:
-        """Write a message to stderr, past Python's buffers, whose locks the main thread may hold."""
+        """Write a message to stderr, past Python's buffers: the main thread may hold their locks."""
         cursor = b"\x1b[?25h" if os.isatty(2) else b""  # show it again: a progress bar hides it
-        with contextlib.suppress(OSError):  # stderr may be closed, or its disk full; the process must end anyway
+        with contextlib.suppress(OSError):  # stderr may be closed, or its disk full. The process must end anyway
             os.write(2, cursor + f"\njaxgpt: {self.words(what)}\n".encode())
 
     def words(self, what: str) -> str:
@@ -290,7 +290,7 @@ def watch(seconds: float | None) -> Iterator[Watchdog]:
         os._exit(1)
 
     # JAX aborts this process when another is lost, which no option of its client prevents. Python's signal handlers run
-    # later, in the main thread; this one runs immediately, in the aborting thread.
+    # later, in the main thread. This one runs immediately, in the aborting thread.
     set_handler: Any = ctypes.CDLL(None).signal if os.name == "posix" else lambda *_: None
     set_handler.restype, set_handler.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(end)
@@ -323,7 +323,7 @@ def whole_everywhere() -> jax.sharding.Sharding:
 
 
 def one_copy(tree: Any) -> Any:
-    """Return the first of this process's copies of each array; nothing is moved."""
+    """Return the first of this process's copies of each array. Nothing is moved."""
     return jax.tree.map(lambda x: x.addressable_data(0), tree)
 
 
@@ -339,7 +339,7 @@ def checksum(tree: Any) -> jax.Array:
     """Return a uint32 checksum of all arrays: every change of one bit changes it, and nearly every larger change.
 
     Word i is multiplied by 2 i + 1, modulo 2^32. Odd factors are invertible, so every change of a single word changes
-    the sum; equal factors would miss swapped words.
+    the sum. Equal factors would miss swapped words.
     """
     total = jnp.uint32(0)
     for leaf in jax.tree.leaves(tree):
@@ -356,7 +356,7 @@ def check_replicas(sums_RG: jax.Array, devices: Sequence[jax.Device], since: int
     """Raise `ReplicasDiffer`, with the devices that may be faulty, unless the R copies of each of the G parts are equal.
 
     `sums_RG` are checksums, uint32, of the R * G devices, in this order. The last check, which passed, was at step
-    `since`; this one is at `step`.
+    `since`. This one is at `step`.
     """
     sums = np.asarray(sums_RG)
     if (sums == sums[0]).all():

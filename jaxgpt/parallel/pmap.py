@@ -1,6 +1,6 @@
-"""Data parallelism by `jax.pmap`: each device holds all parameters and processes its part of every batch.
+"""Train data-parallel by `jax.pmap`: each device holds all parameters and processes its part of every batch.
 
-JAX keeps pmap in maintenance mode; it is used in this file only. The state has no device axis: its arrays are
+JAX keeps pmap in maintenance mode, and only this file uses it. The state has no device axis: its arrays are
 replicated over the devices, so the rest of the code treats it like the state of a single device.
 """
 
@@ -20,13 +20,13 @@ AXIS = "devices"
 
 
 def make_pmap(devices: Sequence[jax.Device] | None = None) -> Strategy:
-    """Return the strategy that runs a copy of the program on each of `devices`, by default on those of all processes."""
+    """Return the strategy that runs a copy of the program on each of `devices`, by default on all processes' devices."""
     of_all = tuple(jax.devices() if devices is None else devices)
     local = jax.local_devices() if devices is None else list(devices)
     processes = len(of_all) // len(local)
     copies = NamedSharding(Mesh(np.asarray(local), AXIS), PartitionSpec())
     # One process saves its first device's copy. Several processes, which cannot address one another's copies, save an
-    # array that is replicated over all devices; Orbax writes its first copy.
+    # array that is replicated over all devices, and Orbax writes its first copy.
     saved = SingleDeviceSharding(local[0]) if processes == 1 else whole_everywhere()
     # `in_axes` is None for the state, the parameters and the key: they have no device axis.
     pmap: Any = functools.partial(jax.pmap, axis_name=AXIS, out_axes=None, devices=devices)
@@ -48,7 +48,7 @@ def make_pmap(devices: Sequence[jax.Device] | None = None) -> Strategy:
         return None if len(of_all) == 1 else lambda state: on_all(state, np.arange(len(local)))
 
     def reshard(tree: Any, sharding: Sharding) -> Any:
-        """Return replicated arrays with another sharding, made of this process's copies; nothing is moved."""
+        """Return replicated arrays with another sharding, made of this process's copies. Nothing is moved."""
         make = jax.make_array_from_single_device_arrays
         return jax.tree.map(lambda x: make(x.shape, sharding, [part.data for part in x.addressable_shards]), tree)
 

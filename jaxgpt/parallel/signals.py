@@ -1,4 +1,4 @@
-"""Catch Ctrl-C and SIGTERM: the loop checks for the first signal between steps; a second one ends the process."""
+"""Catch Ctrl-C and SIGTERM: the loop checks for the first signal between steps, and a second one ends the process."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ Stop = Callable[[int | None], str | None]
 @contextlib.contextmanager
 def catch_signals() -> Iterator[Stop]:
     """Catch the first Ctrl-C or SIGTERM, and restore the previous handlers for the second."""
-    caught: list[str] = []  # by this process
+    caught: list[str] = []  # signals that this process has caught
     several = multihost.is_multiprocess()
 
     def stop(step: int | None) -> str | None:
@@ -80,7 +80,7 @@ def second_leaves_at_once(say: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as e:
-        if type(e) is KeyboardInterrupt:  # of a second signal, perhaps: then the thread ends the process meanwhile
+        if type(e) is KeyboardInterrupt:  # perhaps by a second signal: then the thread ends the process meanwhile
             time.sleep(0.5)
         raise
     finally:

@@ -1,4 +1,4 @@
-"""Strategies: how the compiled steps run on a set of devices. Here are the record and the strategy for one device."""
+"""Define how the compiled steps run on a set of devices: the record of a strategy, and the one for one device."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ class Strategy:
     """The functions that compile `train.train_step` for a set of devices, and that shard its state and batches.
 
     All strategies compute the same step, which a test checks. A strategy knows only devices: the model, the optimiser
-    and the data are arguments. Host batches are NumPy arrays [B, T]; each process reads the rows for its own devices.
+    and the data are arguments. Host batches are NumPy arrays [B, T], and each process reads the rows for its own devices.
     What is not given is right for one device.
     """
 
     name: str  # as logged, such as "pmap over 8 devices"
-    devices: tuple[jax.Device, ...]  # of all processes, in the order of the devices in a program
+    devices: tuple[jax.Device, ...]  # devices of all processes, in the order of a program
     data_parallel_size: int = 1  # number of parts that a batch is split into
-    num_replicas: int | None = None  # programs, if each has its own rows and dropout key; None: one
+    num_replicas: int | None = None  # programs, if each has its own rows and dropout key. None means one
     sharding_hooks: ShardingHooks = NO_SHARDING  # for `GPT.sharding`
     shard_attention: Callable[[AttentionFn], AttentionFn] = lambda kernel: kernel  # -> a kernel for these devices
 
     # (shapes of a state, the model's configuration) -> the state's shardings: one for all arrays, or a tree
     state_shardings: Callable[[TrainState, GPTConfig], Any]
-    checkpoint_sharding: Sharding | None = None  # of all arrays of a checkpoint; None: the state's
+    checkpoint_sharding: Sharding | None = None  # for all arrays of a checkpoint. None means the state's
 
     # Compile (step, the state's shardings, does the step add up micro-batches without dropout). The old state is donated.
     jit_train_step: Callable[[StepFn, Any, bool], StepFn] = lambda step, _, __: jax.jit(step, donate_argnums=0)
     jit_eval_step: Callable[[EvalFn], EvalFn] = jax.jit  # with sums over all devices
     # (the state's shardings) -> a function from a state to the checksums of its shards on `devices`, uint32 [copies,
-    # parts]; None if there is only one copy
+    # parts], or None if there is only one copy
     jit_checksums: Callable[[Any], Callable[[TrainState], jax.Array] | None] = lambda _: None
 
     # (B, T) -> the shape of a training batch's tokens, with their sharding if `shard_batch` shards them
@@ -56,7 +56,7 @@ class Strategy:
     local_rows: Callable[[int], np.ndarray] = np.arange  # B -> the indices of the rows that this process reads
     shard_batch: Callable[[Batch], Batch] = lambda batch: batch  # this process's rows -> what the compiled steps take
 
-    # A state, or only parameters, from the form that the compiled steps take to that of all checkpoints, which is one
+    # A state, or only parameters, from the form that the compiled steps take to the form of all checkpoints, which is one
     # copy, and back.
     to_checkpoint: Callable[[Any], Any] = lambda state: state
     from_checkpoint: Callable[[Any], Any] = lambda state: state

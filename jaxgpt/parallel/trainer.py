@@ -35,7 +35,7 @@ from jaxgpt.parallel.strategy import (
 from jaxgpt.sample.quantize import find_own_modules
 from jaxgpt.train import Metrics, Params, TrainState, eval_step, init_state, train_step
 
-Devices = Sequence[jax.Device] | None  # None: those of all processes; a topology's: to compile for absent ones
+Devices = Sequence[jax.Device] | None  # None means all processes' devices. A topology's are to compile for absent ones
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,18 +47,18 @@ class Trainer:
     strategy: Strategy
     split: BatchSplit
     init_state: InitFn  # (key, params=None) -> the state of step 0
-    train_step: StepFn  # (state, batch, key) -> (state, metrics); donates the old state
+    train_step: StepFn  # (state, batch, key) -> (state, metrics). It donates the old state
     eval_step: EvalFn  # (params, batch) -> (summed nats, number of targets)
     objective: ObjectiveConfig
     merge: Callable[[Params, Params | None], Params]  # see `merged_params`
-    eval_params: Callable[[TrainState], Params] | None  # see `OptimConfig`; None: those that are trained
+    eval_params: Callable[[TrainState], Params] | None  # see `OptimConfig`. None means the trained ones
     checksums: Callable[[TrainState], jax.Array] | None  # see `Strategy`
     abstract_state: TrainState  # shapes and shardings to restore checkpoints with
     abstract_batch: Batch  # shapes and shardings of a training batch
     fallback: str | None = None  # message if the strategy is not the recorded one
 
     def merged_params(self, state: TrainState) -> Params:
-        """Return the parameters for `eval_step`: the model's, with adapters, if any, beside their kernels."""
+        """Return the parameters for `eval_step`: the model's, with each adapter, if any, next to its kernel."""
         return self.merge(self.eval_params(state) if self.eval_params else state.params, state.frozen_params)
 
     def lower(self) -> Any:
@@ -68,7 +68,7 @@ class Trainer:
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """Return the number of parameters of the model, and that of its adapters."""
+        """Return the numbers of parameters of the model and of its adapters."""
         state = self.abstract_state
         if state.frozen_params is None:
             return count_parameters(state.params), 0
@@ -76,10 +76,10 @@ class Trainer:
 
 
 def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: Experiment | None = None) -> Trainer:
-    """Build the model, the optimiser and the compiled steps of an experiment, whose vocabulary size is set.
+    """Build the model, the optimiser and the compiled steps of an experiment. Its vocabulary size must be set.
 
     recorded: the experiment that a resumed run was started with, perhaps on other hardware. A kernel or strategy that
-    has not changed since is replaced if these devices do not support it. None: a new run. Raises `UserError` if sizes
+    has not changed since is replaced if these devices do not support it. None means a new run. Raises `UserError` if sizes
     do not divide over the devices, or if these do not support what is asked for.
     """
     train, lora = experiment.train, experiment.lora
@@ -178,11 +178,11 @@ def mean_loss(eval_step: Callable, params: Params, batches: Iterable[Batch]) -> 
 
 
 def choose_head_loss(experiment: Experiment, strategy: Strategy) -> HeadLoss | None:
-    """Return the loss in chunks, or the TPU kernel that replaces it; None: all logits are in memory at once.
+    """Return the loss in chunks, or the TPU kernel that replaces it. None means that all logits are in memory at once.
 
     The kernel repeats two products of width D, 4 D FLOPs for each logit, and saves 18 bytes of traffic. It is chosen
-    where it takes less than half of the time that it saves: on a v6e, not on a v5e or v5p, whose memory is faster for
-    their arithmetic. Raises `UserError` if it is asked for and not available.
+    where it takes less than half of the time that it saves: on a v6e, not on a v5e or v5p. The memory of these is
+    faster for their arithmetic. Raises `UserError` if it is asked for and not available.
     """
     parallel, model, device = experiment.parallel, experiment.model, strategy.devices[0]
     if parallel.loss_chunk is None or parallel.loss_chunk >= model.block_size:
@@ -203,7 +203,7 @@ def choose_strategy(
 ) -> tuple[Strategy, BatchSplit, str | None]:
     """Return the strategy, the split of a batch, and a message if the strategy is not the recorded one, or None.
 
-    `recorded` is that of `make_trainer`. Raises `UserError` if no permitted strategy fits the devices.
+    `recorded` is as in `make_trainer`. Raises `UserError` if no permitted strategy fits the devices.
     """
     present = jax.devices() if devices is None else devices
 

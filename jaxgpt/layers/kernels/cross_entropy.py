@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 TILE_V = 1024  # columns of logits that a kernel holds at once
-TILE_ELEMENTS = 2**21  # of a tile of rows: 2048 rows of width 1024
-VMEM_LIMIT = 96 * 2**20  # bytes. v5e and v6e have 128 MiB, v5p 95; by default a kernel may use 16
+TILE_ELEMENTS = 2**21  # elements in a tile of rows: 2048 rows of width 1024
+VMEM_LIMIT = 96 * 2**20  # bytes. v5e and v6e have 128 MiB, v5p 95. By default a kernel may use 16
 
 
 def fused_nats(
@@ -26,13 +26,13 @@ def fused_nats(
     """Return the cross-entropy of each row of `x_UD @ head_VD.T` in nats, float32 nats_U.
 
     The logits are computed three times, tile by tile: for the sum of their exponentials, for the gradient of x and for
-    that of the head: 5 products instead of 3, and none of the 18 bytes of traffic that each of U V logits costs in
+    the head's gradient. These are 5 products, not 3, and none of the 18 bytes of traffic that each of U V logits costs in
     `head_loss.chunked_next_token_loss`. A width of 768 gains by it on a TPU v6e, which computes 574 FLOPs in the time of
     a byte.
 
     Args:
         x_UD: the rows, bfloat16 or float32.
-        head_VD: the output matrix, in any dtype; products are in x's, with float32 sums.
+        head_VD: the output matrix, in any dtype. Products are in x's, with float32 sums.
         targets_U: int32.
         smoothing: see `loss.next_token_loss`.
         softcap: c in c tanh(logit / c). None means no cap.
@@ -40,7 +40,7 @@ def fused_nats(
     """
     U, D = x_UD.shape
     tile = max([256, *(n for n in (512, 1024, 2048) if n * D <= TILE_ELEMENTS)])
-    padding = -U % (tile if tile <= U else 16)  # rows of zeros, whose gradients are zeros
+    padding = -U % (tile if tile <= U else 16)  # rows of zeros with gradients of zero
     x_UD, targets_U1 = jnp.pad(x_UD, ((0, padding), (0, 0))), jnp.pad(targets_U, (0, padding))[:, None]
     options = (min(tile, len(x_UD)), smoothing, softcap, interpret)
     return _nats(options, x_UD, head_VD.astype(x_UD.dtype), targets_U1)[:U, 0]
@@ -83,7 +83,7 @@ def _call(kernel: Callable, options: tuple, arrays: tuple, outputs: tuple, *, by
 
     def block(array: Any) -> pl.BlockSpec:
         is_head = array is arrays[1]
-        axis = int(is_head == by_rows)  # of the grid
+        axis = int(is_head == by_rows)  # the grid's axis
         return pl.BlockSpec((tile_v if is_head else tile_u, array.shape[1]), lambda *at: (at[axis], 0))
 
     grid = tiles if by_rows else tiles[::-1]

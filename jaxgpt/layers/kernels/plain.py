@@ -12,7 +12,7 @@ from jaxgpt.layers.remat import save_in_remat
 AttentionFn = Callable[..., jax.Array]
 
 # From MIN_BLOCKED_T tokens on, queries are split into NUM_BLOCKS blocks. More blocks save little more and take longer
-# to compile; below MIN_BLOCKED_T, splitting costs as much as it saves.
+# to compile. Below MIN_BLOCKED_T, splitting costs as much as it saves.
 NUM_BLOCKS, MIN_BLOCKED_T = 4, 256
 
 
@@ -34,18 +34,18 @@ def plain_attention(
     """Compute softmax(q k * scale) v, each group of N // K query heads sharing a key/value head. -> out_BTNH.
 
     Axes are folded, and most masked scores are left out, which takes less time than the definition and changes nothing.
-    Vaswani et al. 2017, arXiv:1706.03762; grouped heads: Ainslie et al. 2023, arXiv:2305.13245.
+    Vaswani et al. 2017, arXiv:1706.03762. Grouped heads: Ainslie et al. 2023, arXiv:2305.13245.
 
     Args:
         q_BTNH: queries.
         k_BSKH: keys.
-        v_BSKH: values; their head size may differ, and is that of the result.
+        v_BSKH: values. Their head size may differ from H, and is the result's.
         segments_BT: int32, the document of each query: it attends to no other. None means one document per row.
-        scale: of the scores. None means 1 / sqrt(H).
+        scale: factor of the scores. None means 1 / sqrt(H).
         window: tokens that each query attends to, itself included. None means all.
         softcap: c in c tanh(score / c). None means no cap.
         dropout: share of the attention weights to drop.
-        key: of dropout. None means no dropout.
+        key: the key of dropout. None means no dropout.
         causal: attend to the keys up to the query's position, where T and S are equal. False means to all keys.
         key_segments_BS: int32, the document of each key. None means segments_BT.
         mask_BNTS: bool, whether each query may attend to each key, besides what the other arguments say. Any axis may be
@@ -102,7 +102,7 @@ def _attend_block(
 ) -> jax.Array:
     """Attend a block of queries to the keys that it may read. visible_BTS: B may be 1. -> out_MGTH."""
     M, G, T, H = q_MGTH.shape
-    # float32 from the product on, whatever the inputs.
+    # The scores are float32 from the product on, whatever the inputs.
     scores_MQS = jnp.einsum("MQH,MSH->MQS", q_MGTH.reshape(M, G * T, H), k_MSH, preferred_element_type=jnp.float32)
     scores_MQS = cap_scores(scores_MQS * scale, softcap)
     visible_BQS = jnp.tile(visible_BTS, (1, G, 1))

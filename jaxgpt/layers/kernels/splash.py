@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.layers.remat import SAVED_NAME
 
-LANES = 128  # of a TPU's vector register: the kernel's blocks of T and S are multiples of this
+LANES = 128  # lanes of a TPU's vector register: the kernel's blocks of T and S are multiples of this
 
 
 def why_not_splash(T: int, H: int, dtype: DTypeLike) -> str | None:
@@ -40,8 +40,8 @@ def splash_attention(
     """Attend like `plain_attention`, block by block. -> out_BTNH.
 
     Google's TPU kernel that comes with JAX: FlashAttention (Dao et al. 2022, arXiv:2205.14135) over the blocks that
-    the mask leaves. T and S are equal; T is padded to a multiple of 128. Arrays have one dtype, bfloat16 or float32;
-    products have TPU precision. Dropout falls back to `plain_attention`. With `interpret` the kernel runs without a
+    the mask leaves. T and S are equal, and T is padded to a multiple of 128. Arrays have one dtype, bfloat16 or float32.
+    Products have TPU precision. Dropout falls back to `plain_attention`. With `interpret` the kernel runs without a
     TPU, slowly, for tests.
 
     Raises NotImplementedError in a program that the compiler partitions over several TPUs, since it cannot partition a
@@ -84,7 +84,7 @@ def _heads_first(x_BTNH: jax.Array, padding: int) -> jax.Array:
     """Return x_BNTH with T padded, by a transposition of [T, N H], which the compiler lets the product before write.
 
     Splitting N H first makes two copies, since H < 128 is padded to 128 in memory: a layer of GPT-2 at B=12, T=1024
-    then moves 1.46 GB on a v6e, not 1.22. Padded keys come after every real query, so that the mask hides them; padded
+    then moves 1.46 GB on a v6e, not 1.22. Padded keys come after every real query, so that the mask hides them. Padded
     queries are cut off.
     """
     B, T, N, _ = x_BTNH.shape

@@ -37,9 +37,9 @@ def native_attention(
     dropout: float = 0.0,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """Attend like `plain_attention`, whose result and gradients it has to 1e-5. -> out_BTNH.
+    """Attend like `plain_attention`, with its result and gradients to 1e-5. -> out_BTNH.
 
-    A core takes a row and a key/value head, and a block of queries at a time, whose scores stay in its cache: no [T, S]
+    A core takes a row and a key/value head, and a block of queries at a time. Their scores stay in its cache: no [T, S]
     array is written, and the backward pass computes them again (FlashAttention, Dao et al. 2022, arXiv:2205.14135).
     T and S are equal. The bits do not depend on the number of cores. Other types than float32 are converted, and dropout
     falls back to `plain_attention`. Raises `UserError` where `why_not_native` says why.
