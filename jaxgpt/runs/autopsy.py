@@ -1,4 +1,4 @@
-"""Write the autopsy of a non-finite step: its batch, and the first module whose output is not finite."""
+"""Write the autopsy of a non-finite step: its batch, and the first module with an output that is not finite."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxgpt.runs.training import Training, gather_params
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.train import Metrics, Params, TrainState, why_skipped
 
-MOST_ROWS = 32  # rows of a batch in a report; the others can be computed from data, seed and step
+MOST_ROWS = 32  # rows of a batch in a report. The others can be computed from data, seed and step
 LARGEST_NORM = float(np.finfo(np.float32).max) ** 0.5
 
 
@@ -31,7 +31,7 @@ LARGEST_NORM = float(np.finfo(np.float32).max) ** 0.5
 class NonFiniteReport:
     """First non-finite output, and the norms, of one step. A layer is a group of parameters: wte, h_0, ..."""
 
-    first: str | None  # what computed the first non-finite value from finite ones; None: all were finite this time
+    first: str | None  # what computed the first non-finite value from finite ones. None means that all were finite
     parameter_norms: dict[str, float]  # by layer
     gradient_norms: dict[str, float]  # by layer, of the mean loss
     bad_parameters: tuple[str, ...]  # paths of parameters with non-finite values, such as h_0/mlp/c_fc/kernel
@@ -39,21 +39,21 @@ class NonFiniteReport:
 
 
 def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, step: int) -> NonFiniteReport:
-    """Repeat a step on one device, and find the first module whose output is not finite.
+    """Repeat a step on one device, and find the first module with an output that is not finite.
 
-    Dropout masks are those of the step, except for attention weights on a mesh, where each device draws its own.
+    Dropout masks are as in the step, except for attention weights on a mesh, where each device draws its own.
     params: the model's, before the step. batch: all rows. key: the run's dropout key. step: counted from 1.
     """
     config = dataclasses.replace(trainer.model.config, remat="none")
     attention_fn = trainer.options.attention_fn
     plain = trainer.model.clone(config=config, attention_fn=attention_fn, sharding=NO_SHARDING, parent=None)
     model, params = unstack_layers(plain, params)
-    names: list[str] = []  # of the calls of modules, in the order in which they return: the inner one of two is blamed
+    names: list[str] = []  # modules called, in the order in which they return: the inner one of two is blamed
 
     def is_finite(tree: Any) -> jax.Array:
         arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
         floats = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
-        return jnp.asarray([jnp.isfinite(x).all() for x in floats]).all()  # also of none
+        return jnp.asarray([jnp.isfinite(x).all() for x in floats]).all()  # also if there are none
 
     def loss(params: Params, micro: Batch, key: jax.Array) -> Any:
         names.clear()
@@ -134,8 +134,8 @@ def write_autopsy(
 ) -> str:
     """Examine a skipped step, once, and write `RUN/autopsy/step-N/report.json`. Return a summary, also if that fails.
 
-    state: the newest one, after `step` and the steps with the metrics `later`. If those were skipped as well, its
-    parameters are those before `step`.
+    state: the newest one, after `step` and the steps with the metrics `later`. If those were skipped as well, it has
+    the parameters before `step`.
     """
     place, key, why = training.directory / "autopsy" / f"step-{step}", training.dropout_key, why_skipped(metrics)
     command = shell_line("jaxgpt", "replay", training.directory, "--step", step)

@@ -2,7 +2,7 @@
 
 - `checkpoints/20/state/params`, `rest`: arrays, so that sampling does not read the optimiser's state
 - `checkpoints/20/manifest.json`: size and SHA-256 of each file, since Orbax loads flipped bits without an error
-- `checkpoints/40.saving`, `30.deleting`: unfinished, or half removed; the name of a finished one is its step
+- `checkpoints/40.saving`, `30.deleting`: unfinished, or half removed. The name of a finished one is its step
 - `checkpoints/60.damaged`: moved aside when the run resumed from an earlier step
 
 Orbax's `CheckpointManager` publishes a step before anything else can be added to it, so a kill could leave a step
@@ -59,7 +59,7 @@ class _Guard:
 
 
 class Checkpoints:
-    """The checkpoints of one run. `save` returns at once; `wait` returns when the checkpoint is on disk.
+    """The checkpoints of one run. `save` returns at once. `wait` returns when the checkpoint is on disk.
 
     With several processes all of them save, and process 0 seals the new checkpoint and removes old ones. Only the
     process that holds the run's lock may change them.
@@ -87,7 +87,7 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def manifest(self, step: int) -> dict[str, Any]:
-        """Return what was written beside a checkpoint: `val_loss`, `arrays`, `files` and others.
+        """Return what was written with a checkpoint: `val_loss`, `arrays`, `files` and others.
 
         Raises `CorruptCheckpoint` if it was changed.
         """
@@ -103,12 +103,12 @@ class Checkpoints:
         raise CorruptCheckpoint(f"{path} is not what was written: its own SHA-256 does not match")
 
     def val_loss(self, step: int) -> float | None:
-        """Return the validation loss of a step in nats per token. None: not measured, or the manifest is damaged."""
+        """Return the validation loss of a step in nats per token. None if not measured, or if the manifest is damaged."""
         loss = self._loss(step)
         return loss if math.isfinite(loss) else None
 
     def _loss(self, step: int) -> float:
-        """Return the validation loss to rank a step by; -inf if its manifest is damaged, since it may be the best."""
+        """Return the validation loss to rank a step by, or -inf if its manifest is damaged, since it may be the best."""
         try:
             loss = self.manifest(step)["val_loss"]
         except CorruptCheckpoint:
@@ -155,7 +155,7 @@ class Checkpoints:
         return self.latest_valid(which, before=before) if losses else None
 
     def rewind(self) -> int:
-        """Return the last undamaged step, 0 if there is none. Remove what kills have left; move damaged ones aside."""
+        """Return the last undamaged step, 0 if there is none. Remove what kills have left, and move damaged ones aside."""
         for path in self._directory.glob("*.*"):
             if re.fullmatch(r"\d+\.(saving|deleting)", path.name):
                 shutil.rmtree(path)
@@ -175,8 +175,8 @@ class Checkpoints:
     def save(self, state: TrainState, step: int, val_loss: float | None, *, eval_params: Params | None = None) -> None:
         """Start to save a state. Raises `CheckpointSaveError`, for this save or for the previous one.
 
-        val_loss: of this step, to choose the best checkpoint. None means it was not measured.
-        eval_params: the parameters that are loaded as the model, beside the trained ones. None means the trained ones.
+        val_loss: the step's, to choose the best checkpoint. None means it was not measured.
+        eval_params: the parameters that are loaded as the model, saved as well as the trained ones. None means the latter.
         """
         self._save(_to_items(state, eval_params), step, val_loss)
 
@@ -252,7 +252,7 @@ class Checkpoints:
         finally:
             if self._writer is not None and self._pool is not None:
                 self._pool.shutdown()
-                with contextlib.suppress(Exception):  # of a failed save, which `wait` has raised
+                with contextlib.suppress(Exception):  # a failed save, which `wait` has raised
                     self._writer.close()
 
     def restore(self, step: int, like: TrainState) -> TrainState:
@@ -331,7 +331,7 @@ def _describe(tree: Any) -> dict[str, str]:
 
 
 def _rename_heads(tree: Any, saved: dict[str, str], *, back: bool = False) -> Any:
-    """Return a tree with the names of a checkpoint, whose paths are `saved`; back: with the names of now instead.
+    """Return a tree with the names of a checkpoint, which has the paths `saved`. back: with the names of now instead.
 
     Earlier versions saved `lm_head` as an array, not as a module with a `kernel`.
     """

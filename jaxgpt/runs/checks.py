@@ -1,4 +1,4 @@
-"""Check the pieces of an experiment that are a user's own, before anything is written: one line for each mistake."""
+"""Check an experiment's own pieces, written by the user, before anything is written: one line for each mistake."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jaxgpt.runs.code import own_classes
 
 LOG = logging.getLogger(__name__)
 LARGEST_CHECKED = 2**28  # parameters of a model that is also run on one device, in float32, before it is trained
-DIFFERS = 1e-4  # of the largest value: far more than rounding
+DIFFERS = 1e-4  # relative to the largest value: far more than rounding
 
 
 @contextlib.contextmanager
@@ -60,16 +60,14 @@ def check_step(experiment: Experiment, trainer: Trainer) -> None:
 
 
 def check_model(experiment: Experiment, batch: Batch) -> None:
-    """Raise `UserError` if a model of a user's own reads later tokens, which the next token's loss would reward.
+    """Raise `UserError` if a model of a user's own reads later tokens, or has other logits than it is sampled by.
 
-    Or if its logits are not those by which it is sampled.
-
-    One row is read twice, with other tokens in its second half. An objective of the user's own may want such a model:
-    then this is only a warning.
+    The next token's loss would reward a model that reads later tokens. One row is read twice, with other tokens in its
+    second half. An objective of the user's own may want such a model: then this is only a warning.
     """
     if not experiment.model.is_foreign:
         return
-    # Without scan and remat, whose traces an interceptor may not leave.
+    # Without scan and remat: an interceptor may not leave their traces.
     model: Any = dataclasses.replace(experiment.model, scan_layers=False, remat="none").make_model()
     shapes = model.shapes()
     if count_parameters(shapes) > LARGEST_CHECKED or batch.inputs_BT.shape[1] < 2:

@@ -29,12 +29,12 @@ from jaxgpt.files import cache_directory, is_there, json_sha256, make_cache, rea
 
 FOLDER = "code"  # in a run directory
 LARGEST_FILE = 2**22  # bytes
-_TRUSTED: list[bool] = []  # of this process: see `trust_code`
+_TRUSTED: list[bool] = []  # this process's, set by `trust_code`
 
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """Python files that belong together: the one that was named, and those of its folder that it imports."""
+    """Python files that belong together: the one that was named, and what it imports from its folder."""
 
     folder: Path
     files: Mapping[str, bytes]  # by path from the folder, such as "moe.py" or "lab/moe.py"
@@ -63,13 +63,13 @@ class Code:
 
 
 def collect(path: Path, module: str) -> Code:
-    """Read a file, and those that it imports from its folder, or of its package, as the text of the imports says.
+    """Read a file, and what it imports from its folder, or from its package, as the text of the imports says.
 
     module: its name, which says how many folders above it imports begin.
     """
     own, resolved = module.partition(".")[0], path.resolve()
     folder = resolved.parents[module.count(".") + (path.name == "__init__.py")]
-    is_installed = _is_installed(folder)  # beside it are all other packages
+    is_installed = _is_installed(folder)  # all other packages are there too
     files: dict[str, bytes] = {}
 
     def add(name: str, file: Path) -> None:
@@ -93,7 +93,7 @@ def collect(path: Path, module: str) -> Code:
 
 
 def _imports(tree: ast.Module, name: str) -> Iterator[str]:
-    """Yield the modules that a file's import statements may name; `name` is its path, for relative ones."""
+    """Yield the modules that a file's import statements may name. `name` is its path, for relative ones."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -105,7 +105,7 @@ def _imports(tree: ast.Module, name: str) -> Iterator[str]:
 
 
 def _is_elsewhere(top: str) -> bool:
-    """Return whether a name is that of jaxgpt, of the standard library, or of an installed package that was imported."""
+    """Return whether a name is jaxgpt's, the standard library's, or an installed package's that was imported."""
     file = getattr(sys.modules.get(top), "__file__", None) or ""
     return top == "jaxgpt" or top in sys.stdlib_module_names or _is_installed(Path(file))
 
@@ -118,7 +118,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Import modules of a `Code`, and others of its folder, under names of their own."""
 
     def __init__(self, code: Code, others: bool):
-        """Begin. others: also files of the folder that no import statement names."""
+        """Begin. With `others`, find also files of the folder that no import statement names."""
         self.code, self.others, self.served = code, others, set[str]()
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
@@ -178,7 +178,7 @@ def _importing(code: Code, *, others: bool) -> Iterator[_Finder]:
         del sys.modules[name]
     search_path = list(sys.path)
     sys.meta_path.insert(0, finder)
-    if others:  # whatever else Python finds beside a program
+    if others:  # whatever else Python finds in a program's folder
         sys.path.insert(0, str(code.folder))
     importlib.invalidate_caches()  # a module may have been written since the folder was last read
     try:
@@ -220,7 +220,7 @@ def run_file(path: Path) -> types.ModuleType:
 
 
 def code_of(cls: type) -> Code | None:
-    """Return the files of a class, as they are now; None if it is in none, such as one of a notebook."""
+    """Return the files of a class, as they are now, or None if it is in none, such as one of a notebook."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     if file is None or not Path(file).is_file():
         return None
@@ -228,7 +228,7 @@ def code_of(cls: type) -> Code | None:
 
 
 def own_code(config: Any) -> Code | None:
-    """Return the files of all classes in a configuration that are not jaxgpt's; None if there are none."""
+    """Return the files of all classes in a configuration that are not jaxgpt's, or None if there are none."""
     files: dict[str, bytes] = {}
     folder = None
     for cls in own_classes(config):
@@ -255,7 +255,7 @@ def keep_code(directory: Path, code: Code) -> None:
 
 
 def read_code(directory: Path) -> Code:
-    """Return the code in a run directory, which may be somebody else's. Nothing of it is run."""
+    """Return the code in a run directory, which may be somebody else's. None of it is run."""
     place, files = directory / FOLDER, {}
     if is_there(place, "It holds the code of the run's own classes.") and place.is_dir():
         for at, folders, names in os.walk(place):  # which follows no links
@@ -278,7 +278,7 @@ def is_trusting() -> bool:
 
 
 def with_classes_of(known: Experiment, experiment: Experiment) -> Experiment:
-    """Return the experiment with the classes of another, where they have the same names: those of a run's own code."""
+    """Return the experiment with the classes of `known`, a run's own code, where they have the same names."""
     changed = {}
     for field in dataclasses.fields(known):
         ours, value = getattr(known, field.name), getattr(experiment, field.name)
@@ -301,12 +301,12 @@ def _trusted() -> Path:
 def find_class(
     base: type, name: str, directory: Path, digests: dict[str, str] | None, *, trusted: bool = False
 ) -> type:
-    """Return the subclass of `base` with this name and code: one that was imported, or that of the run's own code.
+    """Return the subclass of `base` with this name and code: one that was imported, or the run's own.
 
     Args:
         base: the class of which it must be a subclass.
         name: "module:Class".
-        digests: those of the code that the run was trained with. None: it was in no file.
+        digests: the SHA-256 of the code that the run was trained with. None means that it was in no file.
         trusted: run the code even if this user has not trained with it here.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A run directory: find it, lock it, write and read `experiment.json`, the file that makes a directory a run.
+"""Find, lock, write and read a run directory. Its file `experiment.json` makes a directory a run.
 
 Importing this module imports no jax, so that commands check their arguments at once.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # 0.1 s to import
 RUNS = Path("runs")
 LOCK = ".lock"
 PATIENCE = 0.2  # seconds: `is_training` holds the lock for an instant
-FORMAT = 2  # version of experiment.json and the run directory; raised when an older reader would misread it
+FORMAT = 2  # version of experiment.json and the run directory. It is raised when an older reader would misread it
 # Names of files in the directory of a run that was killed before it wrote experiment.json.
 BEGINNINGS = re.compile(
     r"\.lock|(tokenizer|tokenizer_config|special_tokens_map|experiment)\.json(\..*)?|chat_template\.jinja|hf|code"
@@ -115,7 +115,7 @@ class Origin:
     """The pretrained weights that a run started from, named by `train.init_from`."""
 
     directory: str  # where they were
-    step: int | None  # of the run that they come from. None: they come from a model in Hugging Face's format
+    step: int | None  # the step of the run that they come from. None means a model in Hugging Face's format
     sha256: str  # see `pretrained.Weights`
     model: GPTConfig  # their architecture, with the fields that the experiment decides
 
@@ -133,11 +133,11 @@ class RunMetadata:
     origin: Origin | None
     vocab_size: Size
     data: dict  # fingerprint of the dataset
-    imported: dict | None  # source of an imported model. None: the run was trained here
-    versions: dict  # of Python, jaxgpt and the packages that it computed with when the run was started
+    imported: dict | None  # source of an imported model. None means that the run was trained here
+    versions: dict  # versions of Python, jaxgpt and the packages that it computed with when the run was started
     device: str  # device kind on which the run was started
     command: str | None  # command that started the run
-    code: dict | None  # SHA-256 of each file of its own classes, kept in code/; None: it has none, or no file
+    code: dict | None  # SHA-256 of each file of its own classes, kept in code/. None if it has none, or no file
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -164,8 +164,8 @@ def write_metadata(
 ) -> None:
     """Write `experiment.json`, `tokenizer.json`, the code of classes that are not jaxgpt's and, for conversations, the chat template.
 
-    `data` is the fingerprint of the dataset, or of an imported model's tokenizer; `imported` the source of such a
-    model; `origin` the weights that the run starts from. See `Dataset` for `tokenizer_config`.
+    `data` is the fingerprint of the dataset, or of an imported model's tokenizer. `imported` is the source of such a
+    model, `origin` the weights that the run starts from. See `Dataset` for `tokenizer_config`.
     """
     from jaxgpt.data.template import write_template
     from jaxgpt.parallel.device import device_kind

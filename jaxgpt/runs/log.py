@@ -32,9 +32,9 @@ class RunLog:
         model, config, devices = training.experiment.model, training.experiment.train, training.trainer.strategy.devices
         self._config, self._start, self._tokens_per_step = config, start, config.batch_size * model.block_size
         self._callbacks = callbacks
-        self.val_losses: dict[str, float] = {}  # of the sources of a mixture, at the next validation to be logged
+        self.val_losses: dict[str, float] = {}  # the sources' of a mixture, at the next validation to be logged
         self.lines = read_metrics(training.metrics)  # losses of this session are appended
-        limits = PEAKS.get(device_kind())  # None: an unknown device, without MFU
+        limits = PEAKS.get(device_kind())  # None for an unknown device, without MFU
         flops = train_flops_per_token(model, *training.trainer.parameters)
         self._mfu_of_rate = None if limits is None or flops is None else flops / (limits.flops * len(devices))
         self.clock = Clock(max((line.get("seconds") or 0.0 for line in self.lines), default=0.0))

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`, one JSON object per line, readable while the run is in training; and `loss.png`."""
+"""Write `metrics.jsonl`, one JSON object per line, readable while the run is in training, and plot `loss.png`."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ def finite_values(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[int,
 
 
 def plot_losses(lines: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Plot the losses of a run to a PNG file, if there are any. lines: of `metrics.jsonl`."""
+    """Plot the losses of a run to a PNG file, if there are any. lines: the run's `metrics.jsonl`."""
     train, val = finite_values(lines, "loss"), finite_values(lines, "val_loss")
     if not train and not val:
         return
-    from matplotlib.figure import Figure  # 2 s to import; pyplot would set global state
+    from matplotlib.figure import Figure  # takes 2 s to import, and pyplot would set global state
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot(title=title, xlabel="optimiser step", ylabel="loss")

@@ -1,4 +1,4 @@
-"""Open pretrained weights: those that training starts from, and the base of adapters."""
+"""Open pretrained weights, from which training starts, and the base of adapters."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Weights:
     """Weights of a run, or of a model in Hugging Face's format, checked but not yet read."""
 
     directory: Path
-    metadata: RunMetadata | None  # None: not a run
+    metadata: RunMetadata | None  # None if it is not a run
     config: GPTConfig
     tokenizer: str  # path of its tokenizer.json, or "ids"
-    step: int | None  # of the checkpoint. None: not a run
-    sha256: Callable[[], str]  # of the files with the weights
+    step: int | None  # the checkpoint's step. None if it is not a run
+    sha256: Callable[[], str]  # the digest of the files with the weights
     # {path of each parameter with unstacked layers: its sharding} -> these parameters
     read_unstacked: Callable[[dict[str, Sharding]], Params]
 
@@ -64,7 +64,7 @@ class Weights:
         return jax.tree.map(lambda x, y: jax.device_put(x.astype(jnp.float32), y.sharding), params, like)
 
     def describe(self, model: GPTConfig) -> Origin:
-        """Return the record of these weights for the metadata of a run that starts from them. model: of that run."""
+        """Return the record of these weights for the metadata of a run that starts from them. model: the run's."""
         return Origin(directory=str(self.directory.resolve()), step=self.step, sha256=self.sha256(), model=model)
 
 
@@ -133,8 +133,8 @@ def resolve_init_from(
 ) -> tuple[Experiment, Callable[[], Weights] | None]:
     """Return (experiment, function that opens its weights), with the architecture and tokenizer that the weights have.
 
-    The context is at most that of the weights (open: see `open_context`). Without `train.init_from` the function is None.
-    metadata: of a run to resume, which decides architecture, tokenizer and warm-up. None means a new run.
+    The context is at most the weights' own (open: see `open_context`). Without `train.init_from` the function is None.
+    metadata: the run to resume, which decides architecture, tokenizer and warm-up. None means a new run.
     """
     name, named = experiment.train.init_from, experiment.data.tokenizer
     if metadata is not None:
@@ -165,7 +165,7 @@ def resolve_init_from(
 
 
 def open_context(data: DataConfig, model: GPTConfig) -> int:
-    """Return the context for data, at most 1,024 and that of the model: for conversations what the longest needs."""
+    """Return the context for data, at most 1,024 and the model's own: for conversations what the longest needs."""
     most = min(1024, model.block_size)
     if not data.is_chat:
         return most
@@ -182,7 +182,7 @@ def load_base(metadata: RunMetadata, name: str | None = None) -> Weights:
     """
     name, origin = name or metadata.experiment.train.init_from, metadata.origin
     assert name is not None and origin is not None
-    tokenizer = str(metadata.experiment.data.tokenizer)  # a copy, since that of the model may be gone
+    tokenizer = str(metadata.experiment.data.tokenizer)  # a copy, since the model's may be gone
     beside = metadata.directory.absolute().parent / Path(origin.directory).name  # if both were copied here
     location = next((str(path) for path in (origin.directory, name, beside) if os.path.exists(path)), name)
     found = open_weights(location, step=origin.step, tokenizer=tokenizer)

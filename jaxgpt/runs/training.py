@@ -1,4 +1,4 @@
-"""What a run trains with: its experiment, checked against the run to resume, its data, compiled steps and checkpoints."""
+"""Open what a run trains with: its experiment, checked against the run to resume, data, compiled steps, checkpoints."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CHANGEABLE = (
     *("train.checkpoint_every", "train.keep_", "optim.max_skipped"),
 )
 
-ROLLOUT = 2  # makes the key of rollouts from that of initialisation; adapters have 1
+ROLLOUT = 2  # makes the key of rollouts from the key of initialisation. Adapters have 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,7 @@ class Training:
                 yield step, state, rolled_out | metrics
 
     def measure_val_loss(self, loss: Callable[[Iterator[Batch]], float]) -> tuple[float, dict[str, float]]:
-        """Return the validation loss, and that of each source of a mixture, by whose weights it is averaged.
+        """Return (validation loss, loss of each source of a mixture). The first is averaged by the weights of the sources.
 
         loss: returns the mean loss over batches.
         """
@@ -179,10 +179,10 @@ class Training:
 
 
 def gather_params(trainer: Trainer, state: TrainState, merge: Callable[..., Params] | None = None) -> Params | None:
-    """Gather the parameters of the model on one device; return None if this process holds only shards of them.
+    """Gather the parameters of the model on one device. Return None if this process holds only shards of them.
 
     Adapters are joined with them afterwards, since one process cannot launch a program over all devices. merge: joins
-    them; None puts them beside their kernels, in float32.
+    them. None puts each next to its kernel, in float32.
     """
     held, device = (state.params, state.frozen_params), jax.local_devices()[0]
     if not all(x.is_fully_addressable or x.is_fully_replicated for x in jax.tree.leaves(held)):
@@ -268,7 +268,7 @@ def with_horizons(metadata: RunMetadata, experiment: Experiment, *, extend: bool
 
 
 def check_same_configuration(metadata: RunMetadata, experiment: Experiment) -> None:
-    """Raise `UserError` if a field that is not in CHANGEABLE differs from that of the run. More steps may be asked for."""
+    """Raise `UserError` if a field that is not in CHANGEABLE differs from the run's. More steps may be asked for."""
     directory = metadata.directory
     if metadata.imported is not None:
         start = f"name another --run-dir, and start from this one with {shell_line('--train.init-from', directory)}"
