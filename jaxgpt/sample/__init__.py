@@ -25,9 +25,9 @@ from jaxgpt.errors import UserError
 if TYPE_CHECKING:
     from jaxgpt.sample.grammar import Grammar
 
-MAX_BIASES = 1024  # of a request
+MAX_BIASES = 1024  # most biases in a request
 Penalty = Annotated[float, Interval(ge=-2, le=2)]
-BUCKET = 128  # tokens that the smallest cache has room for; larger ones have twice, four times ... as many
+BUCKET = 128  # tokens that the smallest cache has room for. Larger ones have twice, four times ... as many
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,26 +37,26 @@ class Sampling:
     They apply in transformers' order: penalties, biases, temperature, top_k, top_p, min_p, typical_p. None leaves one out.
     """
 
-    # below 1 is safer, above 1 bolder, 0 (below 1e-6) greedy; None: 1, or a run's train.sample_temperature
+    # below 1 is safer, above 1 bolder, 0 (below 1e-6) greedy. None means 1, or a run's train.sample_temperature
     temperature: NonNegativeFloat | None = None
-    # draw from the k most likely tokens (Fan et al. 2018, arXiv:1805.04833); None: from all
+    # draw from the k most likely tokens (Fan et al. 2018, arXiv:1805.04833). None draws from all
     top_k: PositiveInt | None = None
-    # draw from the smallest set of tokens with this much probability (Holtzman et al. 2019, arXiv:1904.09751); None: from all
+    # draw from the smallest set of tokens with this much probability (Holtzman et al. 2019, arXiv:1904.09751). None draws from all
     top_p: Annotated[float, Interval(ge=0, le=1)] | None = None
-    # draw from tokens at least this likely relative to the most likely (Nguyen et al. 2024, arXiv:2407.01082); None: from all
+    # draw from tokens at least this likely relative to the most likely (Nguyen et al. 2024, arXiv:2407.01082). None draws from all
     min_p: Annotated[float, Interval(ge=0, le=1)] | None = None
-    # draw from the tokens whose surprise is nearest to the expected one, with this much probability together (Meister et al.
-    # 2022, arXiv:2202.00666); None: from all
+    # draw from the tokens with a surprise nearest to the expected one, with this much probability together (Meister et al.
+    # 2022, arXiv:2202.00666). None draws from all
     typical_p: Annotated[float, Interval(gt=0, le=1)] | None = None
-    # above 1, tokens of prompt and completion become less likely (Keskar et al. 2019, arXiv:1909.05858); None: no penalty
+    # above 1, tokens of prompt and completion become less likely (Keskar et al. 2019, arXiv:1909.05858). None is no penalty
     repetition_penalty: Annotated[float, Interval(ge=1e-6, le=1e6)] | None = None
-    # taken from a token's logit for each time that the completion has it, as in OpenAI's interface; None: no penalty
+    # taken from a token's logit for each time that the completion has it, as in OpenAI's interface. None is no penalty
     frequency_penalty: Penalty | None = None
-    # taken once from the logit of each token that the completion has; None: no penalty
+    # taken once from the logit of each token that the completion has. None is no penalty
     presence_penalty: Penalty | None = None
     # pairs of a token id and what is added to its logit, -100 to 100: -100 bans it
     logit_bias: tuple[tuple[int, float], ...] = ()
-    greedy: bool = False  # take the most likely token after penalties and biases; other filters are ignored
+    greedy: bool = False  # take the most likely token after penalties and biases, and ignore other filters
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -94,7 +94,7 @@ class Decoding:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        """Check the fields; convert ids and counts to Python's."""
+        """Check the fields. Convert ids and counts to Python's."""
         for name in ("max_new_tokens", "vocab_size", "bucket", "slots"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check_count(name, value))

@@ -1,16 +1,16 @@
-"""The cache: a value that decoding takes and returns, mostly keys and values.
+"""Hold what decoding remembers of earlier tokens: a value that it takes and returns, mostly keys and values.
 
 Each row of the batch is a ring of S columns: the token at position p lies in column p % S, whatever the other rows hold.
-What a query attends to follows from its position alone, so that columns without a token of this sequence need neither
-zeros nor a mask of their own.
+Only a query's position decides what it attends to, so that columns without a token of this sequence need neither zeros
+nor a mask of their own.
 
 A module of a user's own that mixes tokens may have a cache of its own, by two methods, which `__call__` must agree with::
 
-    init_cache(batch, columns, dtype) -> a tree of zeros with the leading axis `batch`, from the module's fields alone
+    init_cache(batch, columns, dtype) -> a tree of zeros with the leading axis `batch`, from the module's fields only
     decode(x_BTD, positions_BT, cache, *, valid_BT) -> (x_BTD, cache)
 
-They read the next T tokens of each row. valid_BT is False for padding behind a prompt, which must not change a state; a
-row whose position is 0 begins another sequence. Without them, the context is computed again for each token.
+They read the next T tokens of each row. valid_BT is False for padding behind a prompt, which must not change a state. A
+row at position 0 begins another sequence. Without them, the context is computed again for each token.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jaxgpt.model import GPT
 from jaxgpt.sample.quantize import apply_model, unstack_layers
 
 LOG = logging.getLogger(__name__)
-# Of `can_cache`: rounding differs between the two, a wrong module by more than a tenth.
+# For `can_cache`: rounding differs between the two, a wrong module by more than a tenth.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
 LOWEST = jnp.finfo(jnp.float32).min
 
@@ -47,7 +47,7 @@ class LayerCache(flax.struct.PyTreeNode):
 
     k_BKSH: jax.Array
     v_BKSH: jax.Array
-    # int8 caches have one scale per token and head (`quantize.to_int8`); None: the values themselves
+    # int8 caches have one scale per token and head (`quantize.to_int8`). None means the values themselves
     k_scale_BKS: jax.Array | None = None
     v_scale_BKS: jax.Array | None = None
 
@@ -84,7 +84,7 @@ class LayerCache(flax.struct.PyTreeNode):
             q_BTNH: queries.
             positions_BT: their positions, int32, consecutive in each row.
             window: tokens that each query attends to, itself included, at most S.
-            block: columns that are read at a time; divides S.
+            block: columns that are read at a time. It divides S.
             scale: factor of the scores. None means 1 / sqrt(H).
             softcap: see `GPTConfig`. None means none.
         """
@@ -133,7 +133,7 @@ class KVCache(flax.struct.PyTreeNode):
     """Keys and values of all layers, or what `init_cache` returned, in the order in which tokens are mixed."""
 
     layers: tuple[Any, ...]
-    block: int = flax.struct.field(pytree_node=False)  # columns that attention reads at a time; divides S
+    block: int = flax.struct.field(pytree_node=False)  # columns that attention reads at a time. It divides S
 
     @property
     def is_columns(self) -> bool:
@@ -222,7 +222,7 @@ class KVCache(flax.struct.PyTreeNode):
 
 
 class ContextCache(KVCache):
-    """The tokens alone, for models whose modules cannot be cached: their context is computed again for each token."""
+    """The tokens only, for models with modules that cannot be cached: their context is computed again for each token."""
 
     def decode(
         self,
@@ -299,7 +299,7 @@ _COMPARED: dict[GPT, bool] = {}  # what `can_cache` found
 
 
 def can_cache(model: GPT, params: dict) -> bool:
-    """Return whether cached decoding computes what the whole forward pass does; for `GPTConfig` tests have shown it.
+    """Return whether cached decoding computes what the whole forward pass does. For `GPTConfig` tests have shown it.
 
     For a model with modules of a user's own both are computed once. Raises `UserError` if a `decode` of theirs differs.
     """

@@ -1,9 +1,9 @@
 """Continuous batching: requests enter and leave the slots of one decoding state at any time.
 
-Of a request everything is data, the programs are those of `sample.state`, and no row of a batch depends on another:
-of a fixed number of rows each gives the same bits whatever else runs. The engine has no threads of its own; one thread
-calls it.
-`generate` and `stream` continue a batch of prompts with an engine of their own.
+The settings of a request are arrays among the inputs, so nothing is compiled for it. The programs are in `sample.state`,
+and no row of a batch depends on another: with a fixed number of rows each gives the same bits whatever else runs. The
+engine has no threads of its own. One thread calls it. `generate` and `stream` continue a batch of prompts with an
+engine of their own.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Request:
     """One prompt to continue."""
 
     prompt: Sequence[int]  # ids, 1 to block_size
-    key: jax.Array  # of all draws: see `prompt_keys`
+    key: jax.Array  # the key of all draws: see `prompt_keys`
     max_new_tokens: int
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     stop_tokens: Sequence[int] = ()  # the completion ends before the first of these
-    top_logprobs: int | None = None  # alternatives of each token, 0 to MAX_TOP. None: no log-probabilities
-    grammar: Grammar | None = None  # that the completion must match; None: any text
+    top_logprobs: int | None = None  # alternatives of each token, 0 to MAX_TOP. None means no log-probabilities
+    grammar: Grammar | None = None  # what the completion must match. None means any text
 
 
 class Piece(NamedTuple):
@@ -55,10 +55,10 @@ class Piece(NamedTuple):
 
     slot: int
     tokens: list[int]
-    # of each token, in nats, before temperature and filters; nan if a grammar put it in another's place; empty unless requested
+    # for each token, in nats, before temperature and filters. nan if a grammar put it in another's place, empty unless requested
     logprobs: list[float]
-    top: list[list[tuple[int, float]]]  # of each token, the most probable (id, logprob), best first
-    finish: str | None  # "stop": a stop token was drawn; "length": no token is left; None: unfinished
+    top: list[list[tuple[int, float]]]  # for each token, the most probable (id, logprob), best first
+    finish: str | None  # "stop" if a stop token was drawn, "length" if no token is left, None if unfinished
 
 
 @dataclasses.dataclass(eq=False)
@@ -74,7 +74,7 @@ class _Slot:
 
 
 class Engine:
-    """Slots of a decoding state, and the requests in them."""
+    """The slots of a decoding state, and the requests in them."""
 
     def __init__(
         self,
@@ -93,17 +93,17 @@ class Engine:
         """Allocate the state.
 
         Args:
-            model: a GPT; with `params`, see `for_decoding`.
+            model: a GPT. With `params`, see `for_decoding`.
             params: its parameters.
             slots: requests that are decoded together.
             vocab_size: ids from it on are never drawn. None means all may be.
-            cache_dtype: of keys and values. None means the model's.
+            cache_dtype: the dtype of keys and values. None means the model's.
             columns: tokens that a slot has room for, at most the context. None means the context.
             max_stops: stop tokens that a request may have.
             prefix_bytes: host memory for keys and values of prompts, which later prompts with the same beginning reuse.
             slides: at the end of the context go on, with the window of `generate`, and not end the completion.
-            resizes: compute 1, 2, 4, ... rows, as many as are occupied, and not one for each slot. Few take less time;
-                a logit may be rounded differently beside other requests.
+            resizes: compute 1, 2, 4, ... rows, as many as are occupied, and not one for each slot. Few take less time, but
+                a logit may be rounded differently together with other requests.
         """
         self.model, self.params, self.slots = model, params, slots
         self.vocab_size, self.max_stops, self.slides = programs.known_ids(model, vocab_size), max_stops, slides
@@ -112,7 +112,7 @@ class Engine:
         self._sizes = [*(2**n for n in range(resizes * (slots - 1).bit_length())), slots]
         self._rows: list[_Slot | None] = [None] * self._sizes[0]
         like, cached = jax.tree.leaves(params)[0], can_cache(model, params)
-        # Of the prompt that is being read.
+        # The prompt that is being read.
         self._scratch: KVCache = programs.allocate_cache(like, model, 1, columns, cache_dtype, cached)
         self._state = programs.DecodeState(
             programs.allocate_cache(like, model, self._sizes[0], columns, cache_dtype, cached),
@@ -121,9 +121,9 @@ class Engine:
         self._prefixes = programs.PrefixStore(prefix_bytes if self._scratch.is_columns else 0)
         self._slots: list[_Slot | None] = [None] * slots
         self._allow_all = np.full((slots, self.vocab_size // 32 + 1), 2**32 - 1, np.uint32)
-        self._cached = [0] * slots  # tokens of each prompt whose keys and values were not computed again
+        self._cached = [0] * slots  # tokens of each prompt with keys and values that were not computed again
         self._waiting: collections.deque[_Slot] = collections.deque()
-        self._reading: Iterator[programs.Chunk] | None = None  # of the first that waits
+        self._reading: Iterator[programs.Chunk] | None = None  # chunks of the first prompt that waits
 
     @property
     def num_free(self) -> int:
@@ -191,7 +191,7 @@ class Engine:
         self._rows = [*(self._rows[row] for row in running), *[None] * (size - len(running))]
 
     def step(self, burst: int = 8) -> list[Piece]:
-        """Read at most one chunk of one prompt, then draw up to `burst` tokens in each slot whose prompt has been read."""
+        """Read at most one chunk of one prompt, then draw up to `burst` tokens in each slot that has read its prompt."""
         if self._waiting:
             self._read_chunk()
         return self.decode(burst)
@@ -202,7 +202,7 @@ class Engine:
             self._read_chunk()
 
     def decode(self, burst: int = BURST) -> list[Piece]:
-        """Draw up to `burst` tokens, at most BURST, in each slot whose prompt has been read; one if one has a grammar."""
+        """Draw up to `burst` tokens, at most BURST, in each slot that has read its prompt. With a grammar draw only one."""
         if not (count := len(self._rows) - self._rows.count(None)):
             return []
         at = self._sizes.index(len(self._rows))
@@ -259,7 +259,7 @@ class Engine:
         return [] if kept is None else [kept], finish
 
     def _read_chunk(self) -> None:
-        """Read the next chunk of the first prompt that waits; after the last one, let its slot decode."""
+        """Read the next chunk of the first prompt that waits. After the last one, let its slot decode."""
         found = self._waiting[0]
         unread = found.tokens[found.first : -1]  # the last is read with the first draw
         if self._reading is None:
@@ -305,12 +305,12 @@ class Engine:
 class Generated:
     """The completion of each prompt, without the prompt and without the stop token.
 
-    Log-probabilities are in nats, from the logits before temperature and filters; None unless they were requested.
+    Log-probabilities are in nats, from the logits before temperature and filters. They are None unless requested.
     """
 
     tokens: list[list[int]]
-    logprobs: list[list[float]] | None = None  # of each of `tokens`
-    prompt_logprobs: list[list[float]] | None = None  # of each token of the prompt; nan for the first
+    logprobs: list[list[float]] | None = None  # for each of `tokens`
+    prompt_logprobs: list[list[float]] | None = None  # for each token of the prompt, nan for the first
 
 
 def generate(
@@ -339,16 +339,16 @@ def generate(
         model: a GPT. `for_decoding` gives a faster form of it and `params`.
         params: its parameters.
         prompts: lists of ids, none empty, else `UserError`. Beyond block_size only the end is read, with a warning.
-        key: of all draws. Each prompt has its own, derived from it and from how many equal prompts come before it.
+        key: the key of all draws. Each prompt has its own, derived from it and from how many equal prompts come before it.
         max_new_tokens: at least 1.
         sampling: filters of the logits. None means the model's own distribution.
         stop_tokens: a row ends before the first of these that it draws.
         logprobs: also return log-probabilities of generated and prompt tokens.
         vocab_size: ids from it on are never drawn, for a vocabulary padded beyond the tokenizer's. None means all.
-        cache_dtype: of keys and values. None means the model's dtype. "int8" takes a quarter of float32's memory.
+        cache_dtype: the dtype of keys and values. None means the model's. "int8" takes a quarter of float32's memory.
         bucket: the cache has room for `bucket` tokens, or twice that, or four times: other lengths rarely recompile.
-        slots: prompts that are decoded together; None means all. Another number may round a logit differently.
-        grammar: that each completion must match: see `sample.grammar`. None means any text.
+        slots: prompts that are decoded together. None means all. Another number may round a logit differently.
+        grammar: what each completion must match: see `sample.grammar`. None means any text.
     """
     decoding = Decoding(
         max_new_tokens=max_new_tokens,
@@ -379,9 +379,9 @@ def stream(
 ) -> Iterator[list[list[int]]]:
     """Continue prompts like `generate`, by the same compiled programs, but yield new ids as they are drawn.
 
-    Each item is a list of new ids for each prompt; joined, they are what `generate` returns. `every` is the most tokens
-    of an item in each list; the first has one. None means one item, at the end. Other arguments: see `generate`; they
-    are checked at the first `next`.
+    Each item is a list of new ids for each prompt. Joined, they are what `generate` returns. `every` is the most tokens
+    of an item in each list, but the first has one. None means one item, at the end. Other arguments: see `generate`.
+    They are checked at the first `next`.
     """
     for tokens, _ in _decode(model, params, prompts, decoding, key, every):
         yield tokens
@@ -430,7 +430,7 @@ def _decode(
 
 
 def truncate_prompts(model: GPT, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the last block_size ids of each prompt; warn if that cuts one. Raises as `generate`."""
+    """Return the last block_size ids of each prompt. Warn if that cuts one. Raises as `generate`."""
     window, rows = model.config.block_size, []
     if not len(prompts):
         raise UserError("no prompts: give at least one list of token ids")
@@ -505,7 +505,7 @@ class Detokenizer:
         return self._tokenizer.decode(self._ids[self._context :])[len(shown) :]
 
     def _release(self, new: str, *, is_last: bool = False) -> str:
-        """Return the part of the held and the new text that no further id can change; hold the rest back."""
+        """Return the part of the held and the new text that no further id can change. Hold the rest back."""
         text = self._held + new
         starts = [text.find(stop) for stop in self._stop if stop in text]
         # All but the longest end of the text that begins a stop string.
@@ -516,7 +516,7 @@ class Detokenizer:
 
 
 def iter_text(tokenizer: Tokenizer, ids: Iterable[Sequence[int]], stop: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the text of successive lists of ids in non-empty pieces; stop reading ids at a stop string."""
+    """Yield the text of successive lists of ids in non-empty pieces. Stop reading ids at a stop string."""
     detokenizer = Detokenizer(tokenizer, stop)
     for new_ids in ids:
         if piece := detokenizer.push(new_ids):
@@ -530,7 +530,7 @@ def iter_text(tokenizer: Tokenizer, ids: Iterable[Sequence[int]], stop: Sequence
 def join_texts(
     tokenizer: Tokenizer, batches: Iterable[Sequence[Sequence[int]]], size: int, stop: Sequence[str] = ()
 ) -> list[str]:
-    """Return the texts of `size` rows from batches of their new ids; stop reading once all have met a stop string."""
+    """Return the texts of `size` rows from batches of their new ids. Stop reading once all have met a stop string."""
     detokenizers, texts = [Detokenizer(tokenizer, stop) for _ in range(size)], [""] * size
     for batch in batches:
         texts = [text + d.push(new_ids) for text, d, new_ids in zip(texts, detokenizers, batch, strict=True)]

@@ -1,4 +1,4 @@
-"""Filters of next-token logits, and sampling from them: pure functions on logits_BV.
+"""Filter next-token logits, and sample from them: pure functions on logits_BV.
 
 `SamplingRows` holds the `Sampling` of each row of a batch as arrays, so that other values never compile another program.
 """
@@ -129,7 +129,7 @@ class SamplingRows(flax.struct.PyTreeNode):
 
 
 def draw(weights_BV: jax.Array, keys_B: jax.Array) -> jax.Array:
-    """Draw token_B, int32, in proportion to each row's weights, with the row's key; weight 0 is never drawn.
+    """Draw token_B, int32, in proportion to each row's weights, with the row's key. Weight 0 is never drawn.
 
     Inverts the cumulative sum with one random number per row, 1 to 2 ms on CPU for GPT-2's 50,257 tokens. The Gumbel
     trick of `jax.random.categorical` needs V random numbers per row, and takes 6 ms.
@@ -143,7 +143,7 @@ def draw(weights_BV: jax.Array, keys_B: jax.Array) -> jax.Array:
 
 
 def keep_top_k(logits_BV: jax.Array, k: int | jax.Array) -> jax.Array:
-    """Set all but the k largest logits of each row to -inf; ties with the k-th are kept. k: also [B]; may exceed V."""
+    """Set all but the k largest logits of each row to -inf. Ties with the k-th are kept. k: also [B], and may exceed V."""
     bits_BV = jax.lax.bitcast_convert_type(logits_BV.astype(jnp.float32), jnp.int32)
     order_BV = jnp.where(bits_BV < 0, bits_BV ^ 0x7FFFFFFF, bits_BV)  # integers in the order of the floats
     k_B1 = jnp.minimum(_per_row(k, jnp.int32), logits_BV.shape[-1])
@@ -157,8 +157,8 @@ def keep_top_k(logits_BV: jax.Array, k: int | jax.Array) -> jax.Array:
 def keep_top_p(logits_BV: jax.Array, p: float | jax.Array) -> jax.Array:
     """Set logits outside the nucleus to -inf: the smallest set of tokens with a total probability of at least p.
 
-    Ties at its edge are kept. p: also [B]. Bisection over the bits of a float, whose order is that of the floats, finds
-    the edge in 32 passes: 3 ms on CPU for 50,257 tokens, where a sort takes 21 ms.
+    Ties at its edge are kept. p: also [B]. Bisection over the bits of a float, which have the floats' order, finds the
+    edge in 32 passes: 3 ms on CPU for 50,257 tokens, where a sort takes 21 ms.
     """
     probability_BV = jax.nn.softmax(logits_BV, axis=-1)
     bits_BV = jax.lax.bitcast_convert_type(probability_BV, jnp.int32)
@@ -168,7 +168,7 @@ def keep_top_p(logits_BV: jax.Array, p: float | jax.Array) -> jax.Array:
         return jnp.where(bits_BV >= edge_B1, probability_BV, 0.0).sum(axis=-1, keepdims=True) >= p_B1
 
     edge_B1 = _bisect(is_enough, len(bits_BV), 0, 0x3F800001)  # the bits of the float after 1.0
-    # Rounded sums may reach 1 without the least probable tokens, or never; p = 1 means all.
+    # Rounded sums may reach 1 without the least probable tokens, or never, but p = 1 means all.
     return jnp.where((bits_BV < edge_B1) & (p_B1 < 1.0), -jnp.inf, logits_BV)
 
 
@@ -180,8 +180,8 @@ def keep_min_p(logits_BV: jax.Array, p: float | jax.Array) -> jax.Array:
 def keep_typical_p(logits_BV: jax.Array, p: float | jax.Array) -> jax.Array:
     """Set logits outside the locally typical set to -inf. p: also [B].
 
-    It is the smallest set of tokens with a total probability of at least p whose surprise, -log probability, is nearest
-    to the entropy (Meister et al. 2022, arXiv:2202.00666). Ties at its edge are kept.
+    It is the smallest set of tokens with a total probability of at least p and a surprise, -log probability, nearest to
+    the entropy (Meister et al. 2022, arXiv:2202.00666). Ties at its edge are kept.
     """
     log_BV = jax.nn.log_softmax(logits_BV, axis=-1)
     probability_BV = jnp.exp(log_BV)

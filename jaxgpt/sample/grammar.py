@@ -1,4 +1,4 @@
-"""Structured output: what a completion must match, as a mask of the next token, by llguidance.
+"""Structure output by llguidance: what a completion must match becomes a mask of the next token.
 
 llguidance was chosen over xgrammar and outlines-core: one wheel of 3 MB for every Python, without dependencies, and the
 broadest support of JSON Schema. The host computes a mask before each step, in microseconds.
@@ -33,7 +33,7 @@ class Grammar:
     text: str  # in llguidance's format
     vocab_size: int
     closers: dict[str, int]  # tokens that end a text of JSON early, in the order in which they are tried
-    least: int | None = None  # tokens of a short completion; None: none was found
+    least: int | None = None  # tokens of a short completion. None if none was found
 
     def start(self) -> Constraint:
         """Return the state of a completion without tokens."""
@@ -56,8 +56,8 @@ def compile_grammar(
     """Return the grammar of what is given, or None. Raises `UserError` for what llguidance cannot follow.
 
     Args:
-        tokenizer: of the model.
-        schema: of JSON (draft 2020-12, without some keywords). Separators have one space after them, or none.
+        tokenizer: the model's.
+        schema: a JSON Schema (draft 2020-12, without some keywords). Separators have one space after them, or none.
         regex: in Rust's syntax, for the whole completion. One that takes too long to compile is refused.
         choices: texts, of which the completion is one.
         calls: the grammar of calls of tools, in llguidance's own form.
@@ -93,7 +93,7 @@ def compile_grammar(
     if not start.error and not start.can_begin():
         raise UserError(f"{name} cannot be followed: this tokenizer has no token with which it could begin")
     path = None if start.error else start.find_end(LONGEST)
-    if start.error:  # also of an expression that grows too large with the first tokens
+    if start.error:  # also an expression that grows too large with the first tokens
         raise UserError(f"{name} cannot be followed: {' '.join(start.error.partition('<state>')[0].split())[:200]}")
     return dataclasses.replace(found, least=None if path is None else len(path))
 
@@ -159,7 +159,7 @@ class Constraint:
 
     @property
     def error(self) -> str:
-        """Return why nothing can match; empty if something can."""
+        """Return why nothing can match, or an empty text if something can."""
         return self._matcher.get_error()
 
     @property
@@ -205,7 +205,7 @@ class Constraint:
         return token
 
     def find_end(self, most: int) -> list[int] | None:
-        """Return few tokens, at most `most`, that complete the text; None if none are found by trying the plainest."""
+        """Return few tokens, at most `most`, that complete the text. None if none are found by trying the plainest."""
         path, is_found = list[int](), True
         while is_found and not self._matcher.is_accepting():
             new = self._matcher.compute_ff_tokens() or self._try_closers(path) or self._lead_on(path)
@@ -216,13 +216,13 @@ class Constraint:
         return path if is_found else None
 
     def _try_closers(self, path: list[int]) -> list[int]:
-        """Return a token that ends something, as one; none if there is none, or if it would be a second digit."""
+        """Return one token that ends something, as a list. It is empty if there is none, or if it would be a second digit."""
         tried = self._grammar.closers.items()
         name, token = next(((name, i) for name, i in tried if self._matcher.validate_tokens([i])), ("", -1))
         return [] if not name or (name == "0" and path[-1:] == [token]) else [token]
 
     def _lead_on(self, path: list[int]) -> list[int]:
-        """Return a token that may come now and could not come before, where others may only repeat; else any."""
+        """Return a token that may come now and could not come before, where others may only repeat. Else return any."""
         allowed, before = self._allowed(), np.arange(0)
         if path:
             self._matcher.rollback(1)

@@ -22,15 +22,15 @@ from jaxgpt.model import GPT
 
 LOG = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
-DECODE_MATRIX = "decode_matrix"  # name in the parameters of a `DecodeMatrix`, in place of a kernel or an embedding
-QKV = "qkv"  # name in the parameters of self-attention of one projection in place of q, k and v
+DECODE_MATRIX = "decode_matrix"  # name of a `DecodeMatrix` in the parameters, in place of a kernel or an embedding
+QKV = "qkv"  # name of one projection in the parameters of self-attention, in place of q, k and v
 
 
 def for_decoding(model: GPT, params: dict, weights: Precision | None = None) -> tuple[GPT, dict]:
-    """Return (model, params) in the form that decodes fastest, for `generate` and `score`; not for training.
+    """Return (model, params) in the form that decodes fastest, for `generate` and `score`, not for training.
 
-    The result has a copy of the matrices, so drop the trained `params` where memory matters. `weights` is "float32";
-    "bfloat16", half the memory; or "int8", a quarter, with one scale per output and inputs rounded to 8 bits too. None
+    The result has a copy of the matrices, so drop the trained `params` where memory matters. `weights` is "float32",
+    "bfloat16", half the memory, or "int8", a quarter, with one scale per output and inputs rounded to 8 bits too. None
     means the model's dtype. Norms, biases and learned positions stay in float32.
     """
     if weights not in (None, *get_args(Precision)):
@@ -85,7 +85,7 @@ def unstack_layers(model: GPT, params: dict) -> tuple[GPT, dict]:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _quantize(params: dict, dtype: str, own: frozenset[tuple[str, ...]] | None) -> dict:
-    """Return parameters with decode matrices. own: the only modules to have them; None: all that have the names."""
+    """Return parameters with decode matrices. own: the only modules to have them. None means all that have the names."""
 
     def quantize(path: tuple[str, ...], value: Any) -> Any:
         if not isinstance(value, dict):
@@ -149,7 +149,7 @@ class DecodeMatrix(flax.struct.PyTreeNode):
     Decoding reads every weight for a handful of tokens, so memory bandwidth limits its speed.
     """
 
-    values_FD: jax.Array  # float32, bfloat16, or int8; an odd number of outputs has a row of zeros at the end
+    values_FD: jax.Array  # float32, bfloat16, or int8. An odd number of outputs has a row of zeros at the end
     scale_F: jax.Array  # float32: for int8 each row's largest magnitude / 127, else ones
 
     @staticmethod
@@ -186,7 +186,7 @@ def _multiply(values_FD: jax.Array, x_UD: jax.Array) -> jax.Array:
 
 
 def _multiply_on_cpu(values_FD: jax.Array, x_UD: jax.Array) -> jax.Array:
-    """Compute the same by the form that XLA on CPU runs fastest.
+    """Compute the same in the form that XLA on CPU runs fastest.
 
     x @ values.T reorders the whole matrix first, which costs more than a few rows' product does. With the matrix on
     the left XLA reorders x. With two halves of it as a batch it also uses all cores for one row (27 GB/s of weights

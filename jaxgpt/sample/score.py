@@ -21,7 +21,7 @@ from jaxgpt.sample.quantize import apply_model
 from jaxgpt.sample.state import check_ids, known_ids, next_bucket
 
 WINDOWS_AT_ONCE = 8  # windows per batch
-LOGITS_AT_ONCE = 256  # positions whose logits are in memory at once: 50 MB for a vocabulary of 50,000
+LOGITS_AT_ONCE = 256  # positions with logits in memory at once: 50 MB for a vocabulary of 50,000
 
 
 class LogLikelihood(NamedTuple):
@@ -35,26 +35,26 @@ class PromptScores(NamedTuple):
     """Log-probabilities of the tokens of a prompt, and of the most probable tokens in their places, in nats."""
 
     logprobs: list[float]  # nan for the first token, which has no context
-    top: list[list[tuple[int, float]]]  # (id, logprob) for each token, best first; none for the first
+    top: list[list[tuple[int, float]]]  # (id, logprob) for each token, best first. The first token has none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
     """Log-likelihood of a text. Without a prefix its first token has no context and is not counted."""
 
-    logprobs: list[float]  # of each token, in nats; nan for a first token without context
+    logprobs: list[float]  # for each token, in nats, nan for a first token without context
     bits: float  # -log2 of the probability of the counted tokens
-    tokens: int  # counted
-    characters: int  # that the counted tokens decode to
+    tokens: int  # counted tokens
+    characters: int  # characters that the counted tokens decode to
 
     @property
     def bits_per_token(self) -> float:
-        """Bits per counted token; nan if there are none."""
+        """Return bits per counted token, nan if there are none."""
         return self.bits / self.tokens if self.tokens else math.nan
 
     @property
     def bits_per_character(self) -> float:
-        """Bits per counted character; nan if there are none."""
+        """Return bits per counted character, nan if there are none."""
         return self.bits / self.characters if self.characters else math.nan
 
 
@@ -137,7 +137,7 @@ def pair_ids(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[lis
     """Return the ids of a context and its continuation, as `loglikelihood` takes them.
 
     They are encoded as one text and split after the context. Spaces at its end move to the continuation, since most
-    tokenizers join a space to the next word, and the model was trained on such tokens; lm-evaluation-harness does the
+    tokenizers join a space to the next word, and the model was trained on such tokens. lm-evaluation-harness does the
     same. With an empty context the continuation follows the start token. Raises `UserError` if the tokenizer cannot
     encode them, or if no token is left for the continuation.
     """
@@ -158,7 +158,7 @@ def _score_windows(
     top: int = 0,
     vocab_size: int | None = None,
 ) -> list[list[np.ndarray]]:
-    """Return the results of `_logprobs` for the tokens of each text from its `first` on; nan, False and 0 before."""
+    """Return the results of `_logprobs` for the tokens of each text from its `first` on. Before it they are nan, False and 0."""
     block_size, batch_size = model.config.block_size, check_count("batch_size", batch_size)
     stride = max(block_size // 2, 1)
     results, windows = [], []

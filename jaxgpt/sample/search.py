@@ -1,8 +1,8 @@
-"""Speculative decoding: one jitted program on caches of its own.
+"""Decode speculatively: one jitted program on caches of its own.
 
 A small draft model proposes tokens, and the model checks several of them in one pass (Leviathan, Kalman and Matias
-2022, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318). A completion has exactly the model's own distribution, and a greedy one is the same token for token;
-a bad draft only costs time.
+2022, arXiv:2211.17192, and Chen et al. 2023, arXiv:2302.01318). A completion has exactly the model's own distribution. A
+greedy one is the same token for token. A bad draft only costs time.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def speculate(
 ) -> Iterator[list[int]]:
     """Yield the completion of one prompt as lists of new ids.
 
-    One prompt, since the rows of a batch would accept different numbers of tokens. The completion depends on the prompt
-    and the key only; unless greedy, it is not the one that `generate` draws with this key.
+    One prompt, since the rows of a batch would accept different numbers of tokens. The completion depends only on the
+    prompt and the key. Unless greedy, it is not the one that `generate` draws with this key.
 
     Args:
         model: a GPT.
@@ -53,11 +53,11 @@ def speculate(
         prompt: a list of ids.
         decoding: see `generate`.
         key: see `generate`.
-        every: tokens between two items, or a few more; the first has at least one. None means one item, at the end.
+        every: tokens between two items, or a few more, but at least one in the first. None means one item, at the end.
         num_draft_tokens: tokens that the draft proposes for each pass of the model, at most half of either block_size.
 
     Raises:
-        UserError: as `generate`; also if the draft has a smaller vocabulary, or num_draft_tokens is out of range.
+        UserError: as `generate`, and if the draft has a smaller vocabulary, or num_draft_tokens is out of range.
     """
     every = decoding.max_new_tokens if every is None else check_count("every", every)
     vocab_size = known_ids(model, decoding.vocab_size)

@@ -1,7 +1,7 @@
 """The state of batched decoding, and the programs that change it, above all `prefill`, `insert` and `decode`.
 
-All shapes are fixed: a request is data, so that none compiles anything that another has not. Prompts are read into a
-cache of one row, in chunks of one size, and chunks that later prompts may share are kept.
+All shapes are fixed, and requests are arrays, so that none compiles anything that another has not. Prompts are read into
+a cache of one row, in chunks of one size, and chunks that later prompts may share are kept.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from jaxgpt.sample.cache import KVCache, make_cache
 from jaxgpt.sample.filters import SamplingRows
 from jaxgpt.sample.quantize import apply_model, unstack_layers
 
-MAX_TOP = 20  # alternatives whose log-probabilities can be requested, as in OpenAI's interface
-NO_STOP = -1  # pads stop tokens; never drawn
+MAX_TOP = 20  # most alternatives with log-probabilities in a request, as in OpenAI's interface
+NO_STOP = -1  # pads stop tokens, and is never drawn
 CHUNK = 64  # tokens of a prompt that are read at a time: on two CPU cores 256 are no faster for each token
 BLOCK = 128  # columns of the cache that attention reads at a time on CPU: 64 cost a fifth of the speed at 8 rows
 
@@ -44,7 +44,7 @@ def check_ids(model: GPT, ids: Sequence[int] | np.ndarray, name: str) -> np.ndar
     known = known_ids(model)
     try:
         array = np.asarray(ids)
-    except (ValueError, OverflowError):  # lists of different lengths; integers of hundreds of digits
+    except (ValueError, OverflowError):  # lists of different lengths, or integers of hundreds of digits
         array = np.asarray(None)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise UserError(f"{name} is {short(ids)}: needs a list of token ids, whole numbers from 0 to {known - 1}")
@@ -100,7 +100,7 @@ def allocate_cache(
 
     like: any parameter, so that the cache is committed to a device if it is.
     """
-    # On CPU attention takes the time of what it reads; elsewhere one pass is faster than a loop.
+    # On CPU attention takes the time of what it reads. Elsewhere one pass is faster than a loop.
     block = cache_columns(model, 1) if jax.default_backend() == "cpu" else None
     model = model.clone(config=dataclasses.replace(model.config, scan_layers=False))
     return make_cache(model, batch=batch, columns=columns, dtype=dtype or model.dtype, block=block, cached=cached)
@@ -111,7 +111,7 @@ class Chunk(NamedTuple):
 
     start: int
     tokens_1T: np.ndarray  # int32, padded with 0
-    digest: bytes | None  # of all tokens up to its end; None if padding makes it unlike others
+    digest: bytes | None  # digest of all tokens up to its end. None if padding makes it unlike others
 
 
 def split_chunks(tokens: Sequence[int], size: int) -> Iterator[Chunk]:
@@ -127,7 +127,7 @@ class PrefixStore:
     """Keys and values of the chunks that were read last, in host memory, bounded in bytes."""
 
     def __init__(self, capacity: int):
-        """Start empty. capacity: bytes; 0 keeps nothing."""
+        """Start empty. capacity: bytes. 0 keeps nothing."""
         self._capacity = capacity
         self._chunks: collections.OrderedDict[bytes | None, Any] = collections.OrderedDict()
 
@@ -165,12 +165,12 @@ class Rows(flax.struct.PyTreeNode):
 
     token_B: jax.Array  # int32: the last token, which is not in the cache yet
     position_B: jax.Array  # int32: its position
-    left_B: jax.Array  # int32: tokens still to draw; 0 for a slot that is free or done
+    left_B: jax.Array  # int32: tokens still to draw, 0 for a slot that is free or done
     drawn_B: jax.Array  # int32: tokens drawn so far, which make the key of the next draw
     keys_B: jax.Array
     sampling: SamplingRows
     stops_BE: jax.Array  # int32, padded with NO_STOP
-    top_B: jax.Array  # int32: alternatives with log-probabilities; -1: no log-probabilities either
+    top_B: jax.Array  # int32: alternatives with log-probabilities, -1 for no log-probabilities either
     seen_BV: jax.Array  # int32: tokens of prompt and completion, for the penalties, see `SamplingRows.adjust`
 
 
@@ -191,7 +191,7 @@ class Drawn(flax.struct.PyTreeNode):
 
 
 class Top(NamedTuple):
-    """Log-probabilities in nats, from the logits before temperature and filters; 0 unless requested."""
+    """Log-probabilities in nats, from the logits before temperature and filters. They are 0 unless requested."""
 
     logprobs_BN: jax.Array
     ids_BNA: jax.Array  # the A = min(MAX_TOP, V) most probable, best first
@@ -241,7 +241,7 @@ def read(
 def insert(state: DecodeState, slot: jax.Array, cache: KVCache, row: Rows) -> DecodeState:
     """Put one prompt, read up to its last token, and its request into a slot.
 
-    cache: of one row. row: each value of the slot, with or without an axis for the row.
+    cache: a cache of one row. row: each value of the slot, with or without an axis for the row.
     """
 
     def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
@@ -252,7 +252,7 @@ def insert(state: DecodeState, slot: jax.Array, cache: KVCache, row: Rows) -> De
 
 @jax.jit
 def take_rows(state: DecodeState, rows_R: jax.Array, used: jax.Array) -> DecodeState:
-    """Return a state of R rows of another, of which the first `used` go on and the others are free."""
+    """Return a state with R rows of another. The first `used` of them go on, and the others are free."""
     state = jax.tree.map(lambda x: x[rows_R], state)
     left_R = jnp.where(jnp.arange(len(rows_R)) < used, state.rows.left_B, 0)
     return state.replace(rows=state.rows.replace(left_B=left_R))
@@ -266,7 +266,7 @@ def release(state: DecodeState, slot: jax.Array) -> DecodeState:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def replace_last(state: DecodeState, slot: jax.Array, token: jax.Array) -> DecodeState:
-    """Put another token in the place of the one that a slot has drawn last, and that has not been read yet."""
+    """Replace the token that a slot has drawn last, and that has not been read yet, by another."""
     rows = state.rows
     seen_BV = rows.seen_BV.at[slot, rows.token_B[slot]].add(-2).at[slot, token].add(2)
     return state.replace(rows=rows.replace(token_B=rows.token_B.at[slot].set(token), seen_BV=seen_BV))
@@ -282,11 +282,11 @@ def decode(
     allowed_BW: jax.Array,
     is_masked: jax.Array,
 ) -> tuple[DecodeState, Drawn]:
-    """Draw up to `steps` tokens, at most `burst`, in each slot that has tokens left; end when none has.
+    """Draw up to `steps` tokens, at most `burst`, in each slot that has tokens left. End when none has.
 
-    A slot whose next position is past the model's last one waits: see `has_unbounded_positions`.
+    A slot waits if its next position is past the model's last one: see `has_unbounded_positions`.
 
-    allowed_BW: a bit for each id that may be drawn, uint32; is_masked: whether to look at them.
+    allowed_BW: a bit for each id that may be drawn, uint32. is_masked: whether to look at them.
     """
     model, params = unstack_layers(model, params)
     B, V = state.rows.seen_BV.shape
