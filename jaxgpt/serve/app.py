@@ -1,4 +1,4 @@
-"""The routes: an ASGI application over a scheduler, and the page at `/` on which one tries the model, token by token."""
+"""Route requests: an ASGI application over a scheduler, and the page at `/` on which one tries the model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GRACE = 10.0  # seconds in which running requests may end, after a signal
 def make_app(served: Served, scheduler: Scheduler, log: Callable[[str], None] | None = None) -> Starlette:
     """Return the application. Its shutdown waits for what runs.
 
-    log: prints prompts and completions; None: they are not printed. Threads read the bodies: 1 MiB may take seconds.
+    log: prints prompts and completions. None prints nothing. Threads read the bodies: 1 MiB may take seconds.
     """
     run, tokenizer, is_chat = served.run, served.run.tokenizer, served.run.experiment.data.is_chat
     own = {"context": served.block_size, "chat": is_chat, "temperature": served.temperature, "slots": served.slots}
@@ -119,7 +119,7 @@ def _explain(request: Request, error: Exception) -> Response:
 
 
 def playground_page() -> tuple[str, str]:
-    """Return the page as HTML, and its Content-Security-Policy, which allows requests to its own server alone."""
+    """Return the page as HTML, and its Content-Security-Policy, which allows requests only to its own server."""
     html, own, program = (
         resources.files("jaxgpt.serve").joinpath(f"playground.{kind}").read_text(encoding="utf-8")
         for kind in ("html", "css", "js")

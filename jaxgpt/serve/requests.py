@@ -1,4 +1,4 @@
-"""Requests: JSON of unknown origin in, rows for the scheduler out. Each value is checked; none is ignored silently."""
+"""Turn JSON of unknown origin into rows for the scheduler. Each value is checked, and none is ignored silently."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from jaxgpt.sample import Sampling
 from jaxgpt.sample.grammar import JSON, Grammar, compile_grammar
 from jaxgpt.sample.state import MAX_TOP, check_ids
 
-# They change nothing here, and clients send them unasked.
+# These parameters change nothing here, and clients send them unasked.
 IGNORED = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "reasoning_effort", "verbosity")
 IGNORED += ("prompt_cache_key", "prompt_cache_retention", "safety_identifier")
 # Numbers by which clients ask for the default, as null does.
 DEFAULTS = {"top_k": (0, -1), "seed": (-1,)}
-# What there is not, with the values that ask for nothing.
+# Unsupported parameters, with the values that are accepted because they ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
@@ -35,11 +35,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "modalities": (["text"],),
 }
-# What a request may say of `Sampling`; greedy is a temperature of 0.
+# The fields of `Sampling` in a request. A temperature of 0 is greedy.
 FILTERS = {name: hint for name, hint in field_hints(Sampling).items() if name != "greedy"}
 GRAMMARS = {"json": "schema", "regex": "regex", "choice": "choices"}  # vLLM's names, and ours
 MAX_STOPS, LONGEST_STOP, MAX_STOP_TOKENS = 16, 256, 16  # strings, characters, ids
-MAX_MESSAGES = 2048  # that a conversation may have
+MAX_MESSAGES = 2048  # most messages in a conversation
 
 Prompt = str | tuple[int, ...]  # a text, or token ids
 Fields = TypeVar("Fields")
@@ -68,12 +68,12 @@ class Parameters:
     n: Annotated[int, Interval(ge=1)] = 1
     seed: Annotated[int, Interval(ge=0, le=2**32 - 1)] | None = None
     stop: str | tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()  # further ones, beside the model's own
+    stop_token_ids: tuple[int, ...] = ()  # further stop tokens, in addition to the model's own
     ignore_eos: bool = False  # the model's own do not end the completion
     stream: bool = False
     stream_options: dict | None = None
     sampling: Sampling = dataclasses.field(default_factory=Sampling)  # in a request, each of its fields by itself
-    # What the completion must match, as OpenAI, vLLM and its later versions ask for it; one of them.
+    # What the completion must match, as OpenAI, vLLM and its later versions ask for it. Only one may be given.
     response_format: dict | None = None
     guided_json: Any = None
     guided_regex: str | None = None
@@ -91,7 +91,7 @@ class Parameters:
         return bool((self.stream_options or {}).get("include_usage"))
 
     def compile_grammar(self, tokenizer: Tokenizer) -> tuple[str, Grammar | None]:
-        """Return what the completion must match, and the parameter that says so; None for any text.
+        """Return what the completion must match, and the parameter that says so, or None for any text.
 
         Raises `RequestError` for what is no grammar.
         """
@@ -160,7 +160,7 @@ class ChatParameters(Parameters):
     messages: Any = None
     tools: Any = None
     tool_choice: Any = None
-    max_tokens: Annotated[int, Interval(ge=1)] | None = None  # None: what the context holds
+    max_tokens: Annotated[int, Interval(ge=1)] | None = None  # None means what the context holds
     max_completion_tokens: Annotated[int, Interval(ge=1)] | None = None  # its newer name
     logprobs: bool = False
     top_logprobs: Annotated[int, Interval(ge=0, le=MAX_TOP)] | None = None
@@ -226,7 +226,7 @@ def parse(kind: type[Fields], raw: bytes, temperature: float = 1.0) -> Fields:
 
 
 def _read_biases(value: Any) -> tuple[tuple[int, float], ...]:
-    """Return pairs of an id and a number from an object whose names are ids."""
+    """Return pairs of an id and a number from an object with ids as names."""
     if not isinstance(value, dict) or not all(re.fullmatch("[0-9]{1,9}", name) for name in value):
         raise UserError(f"logit_bias={short(value)}: needs an object with ids of tokens as names and numbers as values")
     return tuple((int(name), bias) for name, bias in value.items())
@@ -236,15 +236,15 @@ def _read_biases(value: Any) -> tuple[tuple[int, float], ...]:
 class Row:
     """One choice to generate."""
 
-    index: int  # in its request
+    index: int  # position in its request
     prompt: tuple[int, ...]
-    text: str | None = None  # from which the prompt was encoded; None: ids were given, or messages
+    text: str | None = None  # the text that was encoded as the prompt. None if ids or messages were given
     seed: int
-    earlier: int = 0  # equal prompts before it in its request, whose draws differ
-    max_new_tokens: int  # 0: only the scores of the prompt
+    earlier: int = 0  # equal prompts before it in its request, which draw differently
+    max_new_tokens: int  # 0 asks only for the scores of the prompt
     sampling: Sampling
     stop_tokens: tuple[int, ...] = ()
-    top_logprobs: int | None = None  # alternatives of each token; None: no log-probabilities
+    top_logprobs: int | None = None  # alternatives of each token. None means no log-probabilities
     grammar: Grammar | None = None
     offer: Offer | None = None
     is_scored: bool = False  # whether the prompt's log-probabilities are needed
@@ -257,17 +257,17 @@ class Served:
     def __init__(self, run: Run, *, slots: int, queue: int, names: Sequence[str] = (), any_name: bool = False):
         """Fix the defaults.
 
-        slots: rows that are decoded together. queue: rows that may wait. names: of the model, which answers have the
-        first of; none: that of the run directory. any_name: whether requests may name any model.
+        slots: rows that are decoded together. queue: rows that may wait. names: the model's names, the first for answers.
+        Without any it is the run directory's name. any_name: whether requests may name any model.
         """
         self.run, self.slots, self.queue, self._any_name = run, slots, queue, any_name
         self.names = tuple(names) or (run.directory.resolve().name,)
         self.name = self.names[0]
-        self.fingerprint = f"step-{run.step}"  # under another one the same seed may give another text
+        self.fingerprint = f"step-{run.step}"  # under another fingerprint the same seed may give another text
         self.block_size = run.model.config.block_size
         self.temperature = run.experiment.train.sample_temperature
         self.stop_tokens = tuple(run.prompt_format.stop_tokens(chat=False))
-        self.chat_stop_tokens: tuple[int, ...] | None = None  # None: no chat
+        self.chat_stop_tokens: tuple[int, ...] | None = None  # None if it cannot chat
         try:
             self.chat_stop_tokens = tuple(run.prompt_format.stop_tokens(chat=True))
         except UserError as e:  # characters or tokens of the template that the tokenizer lacks

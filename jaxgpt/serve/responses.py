@@ -1,4 +1,4 @@
-"""Responses: from the scheduler's updates to the texts of choices, and to OpenAI's JSON and streams of it."""
+"""Turn the scheduler's updates into the texts of choices, and these into OpenAI's JSON and streams of it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Token(NamedTuple):
 
     id: int
     text: str
-    offset: int  # of its first character in the text of the choice
+    offset: int  # position of its first character in the text of the choice
     logprob: float  # nan for a first token without context
     top: list[tuple[int, str, float]]  # (id, text, logprob) of the most probable tokens in its place, best first
 
 
-# What is new of a choice: its text, and its tokens if log-probabilities were asked for.
+# What a choice has gained: its text, and its tokens if log-probabilities were asked for.
 Deltas = AsyncGenerator[tuple["Choice", str, list[Token]]]
 
 
@@ -46,13 +46,13 @@ class Choice:
         self.text, self.tokens = "", list[Token]()  # what has been returned
         self.finish: str | None = None  # "stop", "length" or "tool_calls" with the last addition
         self.content, self.calls = "", list[dict[str, Any]]()  # the text without calls of tools, and these
-        self.num_tokens = self.num_cached = 0  # that were generated; of the prompt, that were not computed again
+        self.num_tokens = self.num_cached = 0  # tokens generated, and tokens of the prompt that were not computed again
         self._served, self._echo = served, echo
         self._detokenizer = Detokenizer(served.run.tokenizer, stop)
         self._places = Detokenizer(served.run.tokenizer)  # without stop strings: no text is held back
         self._num_echoed = 0  # tokens of the prompt at the beginning of `tokens`
-        self._read = 0  # characters of all tokens so far, which may be more than those of the text
-        self._held: list[Token] = []  # tokens whose text is not out yet
+        self._read = 0  # characters of all tokens so far, perhaps more than the text has
+        self._held: list[Token] = []  # tokens with text that is not out yet
 
     def push(self, update: Update) -> tuple[str, list[Token]]:
         """Return the text and the tokens that an update adds."""
@@ -74,7 +74,7 @@ class Choice:
             text += self._detokenizer.rest()
         self.text, self.finish = self.text + text, "stop" if self._detokenizer.stopped else piece.finish
         text = self._take_calls()
-        # A stop string takes the tokens after it along; without one, a last token without text counts.
+        # A stop string takes the tokens after it along. Without one, a last token without text counts.
         is_last = self.finish is not None and not self._detokenizer.stopped
         end = self._read + 1 if is_last else len(self.text)
         out = [token for token in self._held if token.offset < end]
@@ -95,7 +95,7 @@ class Choice:
         return self.content[before:]
 
     def mean_logprob(self) -> float:
-        """Return the mean log-probability of the tokens after the prompt; 0 without any."""
+        """Return the mean log-probability of the tokens after the prompt, 0 if there are none."""
         own = self.tokens[self._num_echoed :]
         return sum(token.logprob for token in own) / max(len(own), 1)
 
@@ -141,7 +141,7 @@ class Answer:
     ) -> Deltas:
         """Yield each choice with what is new. The slots are freed when the iterator is closed.
 
-        log: prints prompts and completions; None: they are not printed.
+        log: prints prompts and completions. None prints nothing.
         """
         start, last, metrics = time.perf_counter(), dict[Row, float](), scheduler.metrics
         metrics.prompt_tokens.inc(self._usage()["prompt_tokens"])
@@ -238,8 +238,8 @@ class Answer:
     ) -> dict[str, Any]:
         """Return a choice. Its log-probabilities are objects in a chat, and otherwise OpenAI's older lists.
 
-        Of these, `top_logprobs` has the most probable of several tokens with one text. The lists whose names begin
-        with `top_token` have all alternatives, best first.
+        `top_logprobs` there has the most probable of several tokens with one text. The lists with names that begin with
+        `top_token` have all alternatives, best first.
         """
         logprobs: dict[str, Any] | None = None
         wanted = self.parameters.logprobs  # 0 wants the tokens' own
@@ -285,7 +285,7 @@ def refuse(error: RequestError, headers: dict[str, str] | None = None) -> Respon
 
 
 def _by_text(token: Token) -> dict[str, float] | None:
-    """Return log-probabilities by text, the token's own included; None for a first token without context."""
+    """Return log-probabilities by text, the token's own included, or None for a first token without context."""
     found: dict[str, float] = {}
     for _, text, logprob in (*token.top, (token.id, token.text, token.logprob)):
         found.setdefault(text, logprob)

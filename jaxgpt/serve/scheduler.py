@@ -1,7 +1,7 @@
-"""The thread that decodes: a bounded queue of rows in, updates out. All of JAX's work for requests is done here.
+"""Decode in a thread: a bounded queue of rows in, updates out. All of JAX's work for requests is done here.
 
-Every turn of its loop takes cancellations, scores at most one prompt, fills free slots, and decodes one burst, so that a
-client waits for another by at most one burst and one prompt.
+In every turn its loop takes cancellations, scores at most one prompt, fills free slots, and decodes one burst. A client
+thus waits for another by at most one burst and one prompt.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Metrics:
     """What is counted from one start to the end."""
 
     def __init__(self) -> None:
-        prometheus_client.disable_created_metrics()  # a time of creation beside each counter and histogram
+        prometheus_client.disable_created_metrics()  # a time of creation for each counter and histogram
         self.registry = prometheus_client.CollectorRegistry()
         common = {"namespace": "jaxgpt", "registry": self.registry}
         counter = functools.partial(prometheus_client.Counter, **common)
@@ -62,7 +62,7 @@ class Update(NamedTuple):
 
     row: Row
     piece: Piece
-    num_cached: int = 0  # prompt tokens whose keys and values were reused
+    num_cached: int = 0  # prompt tokens with keys and values that were reused
     prompt: PromptScores | None = None  # in the first update of a scored row
 
 
@@ -84,7 +84,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._closing = False
         self._burst = 1
-        self.failure: Exception | None = None  # that ended the thread
+        self.failure: Exception | None = None  # the error that ended the thread
         self.metrics = Metrics()
         self.metrics.slots.set(engine.slots)
         self.metrics.waiting.set_function(lambda: len(self.waiting))
@@ -162,7 +162,7 @@ class Scheduler:
                 deliver(RequestError(FAILED, status=500, code="failed"))
 
     def _admit(self) -> None:
-        """Fill the free slots; stop after a prompt that had to be scored."""
+        """Fill the free slots. Stop after a prompt that had to be scored."""
         has_scored = False
         while self._engine.num_free and not has_scored:
             with self._changed:
@@ -192,7 +192,7 @@ class Scheduler:
 
 
 def make_request(row: Row) -> Request:
-    """Return what the engine is asked. The key is that of the row in a batch with the equal prompts before it."""
+    """Return what the engine is asked. The key is as in a batch with the equal prompts before it."""
     return Request(
         prompt=row.prompt,
         key=prompt_key(jax.random.key(row.seed), row.prompt, earlier=row.earlier),

@@ -1,4 +1,4 @@
-"""The server of a run: compile everything, guard the routes, and answer on a socket until a signal."""
+"""Serve a run: compile everything, guard the routes, and answer on a socket until a signal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BODY_TIMEOUT = 10.0  # seconds for the body
 STALLED, LEAST_READ = 10.0, 2**16
 QUEUE = 4  # rows that may wait, for each slot
 CONNECTIONS = 256
-KEEP_ALIVE = 30  # seconds for which an idle connection stays open; clients give theirs up after fewer
+KEEP_ALIVE = 30  # seconds for which an idle connection stays open. Clients give theirs up after fewer
 OPEN = ("/", "/health")  # the page has no secrets, and asks for the key itself
 COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's event, seen in 0.10.2
 
@@ -65,7 +65,7 @@ def make_server(
 ) -> ASGIApp:
     """Return the ASGI application of a run, with everything compiled and its decoding thread started.
 
-    say: prints a line. log: prints prompts and completions; None: they are not printed. The others: see `cli.serve`.
+    say: prints a line. log: prints prompts and completions. None prints nothing. The others: see `cli.serve`.
     """
     start, queue = time.perf_counter(), QUEUE * slots
     served = Served(run, slots=slots, queue=queue, names=names, any_name=any_name)
@@ -102,7 +102,7 @@ def make_server(
 
 
 def guard(app: Starlette, metrics: Metrics, *, origins: Sequence[str], **options: Any) -> ASGIApp:
-    """Return an application behind a `Guard`; pages of the origins may use it, "*" meaning all."""
+    """Return an application behind a `Guard`. Pages of the origins may use it, and "*" means all."""
     guarded = Guard(app, metrics, origins=origins, **options)
     allowed = {"allow_origins": origins, "allow_headers": ["*"], "expose_headers": ["x-request-id"]}
     return CORSMiddleware(guarded, allow_methods=["GET", "POST"], **allowed) if origins else guarded
@@ -163,15 +163,15 @@ class Guard:
     ):
         """Guard an application.
 
-        key: that clients must send; None: everybody may ask. hosts: names by which the server may be called, beside
-        localhost and addresses. origins: of pages that may use it. timeout: seconds for a whole request.
+        key: the key that clients must send. None lets everybody ask. hosts: further names by which the server may be
+        called, apart from localhost and addresses. origins: pages of these may use it. timeout: seconds for a whole request.
         """
         self._app, self._metrics, self._key, self._timeout, self._origins = app, metrics, key, timeout, set(origins)
-        self._paths = {getattr(route, "path", "") for route in app.routes}  # that the metrics tell apart
+        self._paths = {getattr(route, "path", "") for route in app.routes}  # the paths that the metrics tell apart
         self._names = {"localhost", *(name.lower() for name in hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request; pass the application's start and end on."""
+        """Handle a request. Pass the application's start and end on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -204,7 +204,7 @@ class Guard:
             self._metrics.requests.observe(time.perf_counter() - start)
 
     def _check(self, scope: Scope) -> None:
-        """Raise `RequestError` for a request from where none should come, or without the key."""
+        """Raise `RequestError` for a request from a host or an origin that is not allowed, or without the key."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         if headers.keys() >= {b"content-length", b"transfer-encoding"}:  # a proxy may find another end of the request
             raise RequestError("Content-Length and Transfer-Encoding together: needs one of them")
@@ -213,7 +213,7 @@ class Guard:
             name = urlsplit(f"//{host}").hostname or ""
             ipaddress.ip_address(name)  # an address cannot be pointed elsewhere, as a name can
         except ValueError:
-            # A page elsewhere whose name was made to point here (DNS rebinding) calls the server by that name.
+            # A page elsewhere, under a name that was made to point here (DNS rebinding), calls the server by that name.
             if not {host.lower(), host.lower().rpartition(":")[0]} & self._names:
                 message = f"the server is not called {host[:80]!r}: use an address, or start it with --allowed-host"
                 raise RequestError(message, status=403, code="host") from None
@@ -230,10 +230,10 @@ class Guard:
             raise RequestError(message, status=401, code="invalid_api_key")
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """Return the body, counted while it arrives; None if the client left."""
+        """Return the body, counted while it arrives, or None if the client left."""
         too_large = RequestError(f"the body is larger than {LARGEST_BODY:,} bytes, the limit", status=413)
         length = dict(scope["headers"]).get(b"content-length", b"0")
-        if len(length) > 20 or int(length) > LARGEST_BODY:  # digits alone, or it would not have come so far
+        if len(length) > 20 or int(length) > LARGEST_BODY:  # only digits, or it would not have come so far
             raise too_large
         body, message = bytearray(), {"more_body": True}
         try:
@@ -271,7 +271,7 @@ class Guard:
             else:
                 message = f"the request took longer than {self._timeout:g} s: ask for fewer tokens"
                 raise RequestError(message, status=504, code="timeout")
-        except asyncio.CancelledError:  # by uvicorn, where a request outlives the grace period
+        except asyncio.CancelledError:  # uvicorn ends a request that outlives the grace period
             raise RequestError("the server is stopping", status=503, code="stopping") from None
         finally:
             for task in (work, gone):
@@ -286,7 +286,7 @@ class Deadlines(H11Protocol):
     """
 
     _timer: asyncio.TimerHandle
-    _awaited: tuple[Any, ...] = ()  # the request before the one whose head was awaited at the last look
+    _awaited: tuple[Any, ...] = ()  # the request before the one with the head that was awaited at the last look
     _unread = math.inf  # bytes that were not read at the last look
 
     def connection_made(self, transport: Any) -> None:
@@ -306,7 +306,7 @@ class Deadlines(H11Protocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse a request that turns out not to be HTTP; what the application answers to its head is dropped."""
+        """Refuse a request that turns out not to be HTTP. What the application answers to its head is dropped."""
         super().send_400_response(msg)
         if self.cycle is not None:
             self.cycle.disconnected = True
