@@ -60,7 +60,7 @@ def import_model(
     Args:
         name: directory of a model in Hugging Face's format, its id on the Hub, or a FILE.gguf that `export_gguf` wrote.
         run_dir: the run directory, absent or empty.
-        dtype: of the parameters. None means as stored; q8_0 becomes float32.
+        dtype: the dtype of the parameters. None means as stored, but q8_0 becomes float32.
         tokenizer: path of another tokenizer.json, or "ids" for none. None means the model's.
 
     Raises:
@@ -129,8 +129,8 @@ def export_gguf(run: str | Path | None, out: str | Path, *, dtype: str | None = 
     Args:
         run: directory of the run. None means the newest under `runs/`.
         out: the file to write, which must not exist.
-        dtype: of the matrices: float32, float16, bfloat16 or q8_0. None means that of the run. Norms, biases and learned
-            positions are float32.
+        dtype: the dtype of the matrices: float32, float16, bfloat16 or q8_0. None means the run's own. Norms, biases and
+            learned positions are float32.
 
     Returns:
         The file.
@@ -172,11 +172,11 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
     """
     directory, out = find_run(run), Path(out)
     _check_empty(out, "--out")
-    imported = _read_object(directory / HF_FOLDER / "config.json")  # of an imported model; else empty
+    imported = _read_object(directory / HF_FOLDER / "config.json")  # an imported model's, else empty
     loaded, family, template = _load_to_export(read_metadata(directory), imported.get("model_type"))
     config = loaded.model.config
     if config.position == "rope" and imported.get("model_type") == family.model_type:
-        # Rows of training are as long as its data need; the model reads as much as its weights could before.
+        # Rows of training are as long as its data need. The model reads as much as its weights could before.
         longest = max(config.block_size, family.read(imported).block_size)
         model = loaded.model.clone(config=dataclasses.replace(config, block_size=longest))
         loaded = dataclasses.replace(loaded, model=model)
@@ -244,7 +244,7 @@ def _end_turns(ends: Sequence[int | None], run: Run, template: ChatTemplate) -> 
 
 
 def write_tokenizer(out: Path, run: Run, template: ChatTemplate | None) -> None:
-    """Write the tokenizer of a run, and the settings of generation. template: that of its chats, or None."""
+    """Write the tokenizer of a run, and the settings of generation. template: the template of its chats, or None."""
     end = _visible_end(run, template)
     if (text := tokenizer_json(run.tokenizer, end)) is not None:
         write_whole(out / "tokenizer.json", text)
@@ -269,7 +269,7 @@ def write_tokenizer(out: Path, run: Run, template: ChatTemplate | None) -> None:
 
 
 def _visible_end(run: Run, template: ChatTemplate | None) -> int | None:
-    """Return the id of U+0003, which would be printed, if it ends the turns of a chat; else None."""
+    """Return the id of U+0003, which would be printed, if it ends the turns of a chat. Else return None."""
     end = None if template is None else find_end_of_turn(template, run.tokenizer)
     return end if end is not None and run.tokenizer.decode([end]) == ETX else None
 
@@ -356,5 +356,5 @@ jaxgpt sample runs/imported --prompt "The "
 
 
 def _hide_folders(*words: str) -> str:
-    """Return words of a command line, with the last names of absolute paths alone, since a model card is published."""
+    """Return words of a command line, with absolute paths cut to their last names, since a model card is published."""
     return shell_line(*(re.sub(r"(^|=)(~|\w:)?[/\\].*[/\\](?=.)", r"\1", word) for word in words))

@@ -68,7 +68,7 @@ def train_or_resume(experiment: Experiment, directory: Path, fit_one: Callable[.
 def read_curve(directory: Path, experiment: Experiment) -> Curve:
     """Return the curve of a run, with seconds computed from the logged tokens per second, which exclude compilation.
 
-    experiment: as trained; its context may be shorter than the requested one.
+    experiment: the experiment as trained. Its context may be shorter than the requested one.
     """
     lines = read_metrics(directory / "metrics.jsonl")
     validated = finite_values(lines, "val_loss")

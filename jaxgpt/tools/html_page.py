@@ -20,14 +20,14 @@ DTYPES = {"u1": np.uint8, "i1": np.int8, "i4": np.int32, "f4": np.float32}  # as
 
 
 class Arrays:
-    """Arrays of a page, concatenated, of which its data hold references; and the distinct tokens that it shows."""
+    """Arrays of a page, concatenated, to which its data refer, and the distinct tokens that it shows."""
 
     def __init__(self) -> None:
         self._raw = bytearray()
         self.words: dict[int, int] = {}  # index by token id, in order of insertion
 
     def put(self, array: np.ndarray | None) -> dict[str, Any] | None:
-        """Add an array of uint8, int8, int32 or float32; return its reference: offset in bytes, type and shape.
+        """Add an array of uint8, int8, int32 or float32. Return its reference: offset in bytes, type and shape.
 
         None stays None.
         """
@@ -41,7 +41,7 @@ class Arrays:
         return {"at": at, "type": kind, "shape": list(array.shape)}
 
     def put_tokens(self, tokens: ArrayLike) -> dict[str, Any] | None:
-        """Add token ids as indices into `words`; return the reference."""
+        """Add token ids as indices into `words`. Return the reference."""
         tokens = np.asarray(tokens)
         known, inverse = np.unique(tokens, return_inverse=True)
         indices = [self.words.setdefault(int(token), len(self.words)) for token in known]
@@ -53,7 +53,7 @@ class Arrays:
 
 
 def render_html(names: Sequence[str], data: dict[str, Any], arrays: Arrays) -> str:
-    """Return the page on which the programs `NAME.js` draw `data`, "title" among them; the last of them begins.
+    """Return the page on which the programs `NAME.js` draw `data`, "title" among them. The last program begins.
 
     Text from users in `data` is never parsed as HTML: it is embedded as JSON without a "<", and the program inserts it
     only as text. The page's Content-Security-Policy allows only that program, by its hash, and no requests.
@@ -88,7 +88,7 @@ def to_script_json(data: Any) -> str:
 
 
 def round_numbers(values: Any, digits: int = 4) -> Any:
-    """Round nested lists of numbers to `digits` significant digits; replace values that are not finite by None."""
+    """Round nested lists of numbers to `digits` significant digits. Replace values that are not finite by None."""
     if isinstance(values, np.ndarray):
         values = values.tolist()
     if isinstance(values, list | tuple):

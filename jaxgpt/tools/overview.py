@@ -33,7 +33,7 @@ WORDS, NUMBERS = ("name", "status", "date", "verdict"), ("size", "tokens", "loss
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """A run in the table. None: not known, or not measured."""
+    """A run in the table. A field is None if it is not known, or was not measured."""
 
     name: str  # path of the run directory
     status: str  # complete, training, interrupted, diverged, imported or damaged
@@ -45,7 +45,7 @@ class Row:
     reward: float | None = None  # the last one logged, of a run that draws its own rows
     speed: float | None = None  # median of the log, in tokens per second
     date: str | None = None  # when metrics.jsonl or experiment.json was last written, ISO 8601, local time
-    verdict: str | None = None  # of `jaxgpt report`
+    verdict: str | None = None  # the verdict of `jaxgpt report`
     problem: str | None = None  # why a damaged run cannot be read
 
 
@@ -73,10 +73,10 @@ def runs(
     """List all runs below a directory.
 
     Args:
-        directory: is searched at any depth, but for links
+        directory: is searched at any depth, but links are not followed
         sort: the column to sort by: best loss, largest number or newest date first
-        filter: FIELD<VALUE, with name, status, date, verdict, size, tokens, loss, reward, speed, step or steps; also <= > >= =
-            != and, with a pattern, name~*relu*; may be given several times
+        filter: FIELD<VALUE, with name, status, date, verdict, size, tokens, loss, reward, speed, step or steps, also with
+            <= > >= = != and, for a pattern, name~*relu*. May be given several times
         say: receives a line of text if not all runs are listed, or there are none.
     """
     found = read_rows(Path(directory))
@@ -108,7 +108,7 @@ def _read_row(directory: Path) -> Row:
     try:
         metadata = read_metadata(directory)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of damaged lines, which count for nothing
+            warnings.simplefilter("ignore", UserWarning)  # warnings of damaged lines, which count for nothing
             lines = read_metrics(directory / "metrics.jsonl")
         report = directory / "summary.json"
         summary: Any = read_json(report, LARGEST_SUMMARY) if report.exists() else None
@@ -160,7 +160,7 @@ def count_parameters(config: GPTConfig) -> int:
         return inputs * outputs + (outputs if bias else 0)
 
     norm = c.n_embd * (2 if c.norm == "layernorm" and c.bias else 1)
-    norms = 2 if c.norm_position == "sandwich" else 1  # of each branch
+    norms = 2 if c.norm_position == "sandwich" else 1  # norms of each branch
     last_norm = 0 if c.norm_position == "post" else norm
     queries, keys = c.n_head * c.head_dim, c.n_kv_head * c.head_dim
     attention = dense(c.n_embd, queries, c.qkv_bias) + 2 * dense(c.n_embd, keys, c.qkv_bias)
@@ -174,7 +174,7 @@ def count_parameters(config: GPTConfig) -> int:
 
 
 def select_rows(rows: Sequence[Row], conditions: Sequence[str], sort: str) -> list[Row]:
-    """Return the rows that meet all conditions, such as "loss<1.5", sorted by a field; those without it come last.
+    """Return the rows that meet all conditions, such as "loss<1.5", sorted by a field. Rows without it come last.
 
     Raises `UserError` for a condition that cannot be read.
     """

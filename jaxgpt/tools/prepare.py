@@ -60,7 +60,7 @@ class Piece(NamedTuple):
     split: str
     text: str
     size: int  # in bytes
-    is_last: bool  # of its document
+    is_last: bool  # whether it is the last of its document
     following: list[int]  # position after it
     read: int  # bytes of the source read so far
 
@@ -100,11 +100,11 @@ def prepare(
         sources: .txt and .jsonl files, also .gz and .zst, .parquet, folders and globs of them, OWNER/NAME[:CONFIG] on
             the Hub, or hf:FOLDER, a copy of such a dataset
         out: the folder to write
-        tokenizer: gpt2, or another id on the Hub; a tokenizer.json; byte; or bpe:32768, trained on a sample
+        tokenizer: gpt2 or another id on the Hub, a tokenizer.json, byte, or bpe:32768, which is trained on a sample
         column: the text in .jsonl, .parquet and datasets
         val_fraction: share of the documents to hold out, chosen by the hash of their text
-        shard_tokens: tokens per shard; the last has fewer
-        workers: processes that encode, which change no byte; None: one per core
+        shard_tokens: tokens per shard, of which the last has fewer
+        workers: processes that encode, which change no byte, by default one per core
         say: receives lines about the progress
     """
     from jaxgpt.runs.directory import lock_run
@@ -206,7 +206,7 @@ class Shard:
     def __init__(
         self, place: Path, split: str, index: dict[str, Any], number: int, tokens: int = 0, documents: int = 0
     ):
-        """Open a shard with so many tokens and documents; what follows them is dropped."""
+        """Open a shard with so many tokens and documents. What follows them is dropped."""
         from jaxgpt.data.shards import LLMC_HEADER_BYTES
 
         known = index["tokenizer"]
@@ -261,7 +261,7 @@ def delete(place: Path, keep: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def show_progress(total: int | None, say: Callable[[str], None]) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal, elsewhere a line now and then. Yield what is told the bytes so far."""
+    """Show a bar on a terminal, elsewhere a line now and then. Yield a function that takes the bytes so far."""
     columns = (BarColumn(bar_width=24), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(compact=True))
     is_terminal, said = sys.stderr is not None and sys.stderr.isatty(), time.monotonic()
     of_total = "" if total is None else f" of {total / 1e6:,.0f}"
@@ -282,7 +282,7 @@ def show_progress(total: int | None, say: Callable[[str], None]) -> Iterator[Cal
 
 
 def find_sources(names: Iterable[str]) -> dict[str, int]:
-    """Return the files and datasets that names stand for, in order, with their bytes; 0 for a dataset."""
+    """Return the files and datasets that names stand for, in order, with their bytes, or 0 for a dataset."""
     found: dict[str, int] = {}
     for name in names:
         path, is_dataset = Path(name), name.startswith("hf:")
@@ -380,7 +380,7 @@ def read_pieces(
             raise
         except ImportError as e:
             raise UserError(f"{name} needs {e.name}: python -m pip install 'jaxgpt[prepare]'") from None
-        except Exception as e:  # of a dozen packages for networks, formats and compression
+        except Exception as e:  # a dozen packages for networks, formats and compression raise their own
             why = f"cannot be read at or after row {row + 1:,}: {first_line(e)[:200]}"
             raise UserError(f"{name} {why}. If it is damaged, fetch it again or leave it out") from None
 
@@ -483,7 +483,7 @@ def encode_all(
         pool.shutdown(cancel_futures=True)
 
 
-_tokenizers: list[Tokenizer] = []  # of a worker
+_tokenizers: list[Tokenizer] = []  # a worker's
 
 
 def _begin_worker(file: str) -> None:

@@ -1,4 +1,4 @@
-"""Take steps of a run again: one step, to see what happened in it, or random ones, to check the run's numbers.
+"""Repeat steps of a run: one step, to see what happened in it, or random ones, to check the run's numbers.
 
 On CPU the same hardware, versions and strategy give the same bits (tested). Operations on GPU are not deterministic by
 default: the gradient of an embedding adds rows in any order, cuDNN's backward pass may do so too, and another process
@@ -32,8 +32,8 @@ from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.training import gather_params, open_training
 from jaxgpt.train import NOT_FINITE, Metrics, why_skipped
 
-SHARE = 0.035  # of a run's steps to take again by default
-MOST_PRINTED = 10  # findings
+SHARE = 0.035  # share of a run's steps to repeat by default
+MOST_PRINTED = 10  # most findings to print
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,17 +41,17 @@ class ReplayResult:
     """Result of a repeated training step."""
 
     step: int
-    start: int  # the step whose state the replay started from
+    start: int  # the step that the replay started after
     origin: str  # where that state is from: a checkpoint, or the seed
     loss: float  # nats per token
     grad_norm: float
-    skipped: str | None  # reason; None: the step was taken
-    logged: dict[str, Any] | None  # the line of this step in metrics.jsonl; None: it was not logged
-    equal: bool | None  # loss equal bit for bit to the logged one, or the same reason to skip; None: not logged
-    findings: NonFiniteReport | None  # None: the step is finite
+    skipped: str | None  # why the step was skipped. None means that it was taken
+    logged: dict[str, Any] | None  # the line of this step in metrics.jsonl. None if it was not logged
+    equal: bool | None  # loss equal bit for bit to the logged one, or the same reason to skip. None if not logged
+    findings: NonFiniteReport | None  # None if the step is finite
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields; a number that is not finite is a word, such as "nan"."""
+        """Return the fields. A number that is not finite is a word, such as "nan"."""
         return parse_json(render_json(dataclasses.asdict(self), not_finite=str), "the replay")
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     """Repeat one training step of a run, writing nothing.
 
     Args:
-        run: run directory; None: the newest under runs/
+        run: run directory, by default the newest under runs/
         step: the step to repeat, with all steps since the newest checkpoint before it, or the seed
         say: receives a line of text with the state that the replay starts from.
 
@@ -119,16 +119,16 @@ class AuditResult:
     """Result of an audit."""
 
     run: str
-    tolerance: float  # relative difference that is accepted. 0: none
-    steps: int  # of the run
-    seed: int  # of the random draw
+    tolerance: float  # relative difference that is accepted, 0 for none
+    steps: int  # steps that the run has
+    seed: int  # seed of the random draw
     elsewhere: list[str]  # how the place where the run was started differs from here: the last bits may differ
     findings: list[str] = dataclasses.field(default_factory=list)  # what differs from what was written, by how much
-    retaken: int = 0  # steps taken again
+    retaken: int = 0  # steps repeated
     compared_steps: int = 0  # lines of the log
     compared_checkpoints: int = 0
     compared_validations: int = 0
-    verified_checkpoints: int = 0  # whose files have their SHA-256
+    verified_checkpoints: int = 0  # checkpoints with files that have their SHA-256
 
     @property
     def accepted(self) -> bool:
@@ -137,7 +137,7 @@ class AuditResult:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether every step was taken again."""
+        """Return whether every step was repeated."""
         return self.retaken == self.steps
 
     def to_json(self) -> dict[str, Any]:
@@ -174,18 +174,18 @@ def audit(
     tolerance: Fraction = 0.0,
     say: Callable[[str], None] = lambda text: None,
 ) -> AuditResult:
-    """Check a run's numbers by taking random steps again.
+    """Check a run's numbers by repeating random steps.
 
     They are compared with the log and the checkpoints, bit for bit. The SHA-256 of configuration, data and checkpoints
     are compared, and the last validation loss is measured again. Exit status 1: something differs.
 
     Args:
-        run: run directory; None: the newest under runs/
-        steps: most steps to take again; as many as the run has: all; None: 3.5% of them
-        seed: seed of the random draw; None: a new one each time
-        data: the text, if it is elsewhere now; None: where the run read it
-        tolerance: relative difference to accept, for a run of other hardware or versions; 0: equal bits
-        say: receives a line of text before steps are taken.
+        run: run directory, by default the newest under runs/
+        steps: most steps to repeat, by default 3.5% of them. As many as the run has means all
+        seed: seed of the random draw, by default a new one each time
+        data: the text, if it is elsewhere now, by default where the run read it
+        tolerance: relative difference to accept, for a run of other hardware or versions. 0 accepts only equal bits
+        say: receives a line of text before steps are repeated.
 
     Raises:
         UserError: the run is imported or has no checkpoint, or its configuration or data have changed or are missing.

@@ -56,8 +56,8 @@ def report(run: str | Path | None, *, out: str | None = None, force: bool = Fals
     The page has losses, speed, and a sample of each checkpoint.
 
     Args:
-        run: run directory; None: the newest under runs/
-        out: the directory for report.html and summary.json; None: the run directory
+        run: run directory, by default the newest under runs/
+        out: the directory for report.html and summary.json, by default the run directory
         force: overwrite files that exist
         tokens: tokens per sample
     """
@@ -72,9 +72,9 @@ def report(run: str | Path | None, *, out: str | None = None, force: bool = Fals
 
 
 def make_report(run: Run, *, tokens: int = 200) -> tuple[dict[str, Any], str]:
-    """Return (the content of `summary.json`, the HTML page) of a run; see `report`."""
+    """Return (the content of `summary.json`, the HTML page) of a run: see `report`."""
     lines = read_metrics(run.directory / "metrics.jsonl")
-    curves = {  # (step, value); null, which was not finite, becomes nan
+    curves = {  # (step, value). null, which was not finite, becomes nan
         curve: [(line["step"], math.nan if line[name] is None else line[name]) for line in lines if name in line]
         for curve, name in CURVES.items()
     }

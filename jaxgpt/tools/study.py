@@ -26,7 +26,7 @@ from jaxgpt.tools.grid import Curve, format_table, train_grid, with_values
 STUDY = "study.json"  # the result, next to the directories of the variants
 # Fields that determine the validation data.
 METRIC = ("data.corpus", "data.path", "data.val_fraction", "train.eval_tokens")
-DISAGREEMENT = 0.1  # nats per token, and fraction: seeds whose losses differ by more than both have no average
+DISAGREEMENT = 0.1  # nats per token, and fraction: seeds with losses that differ by more than both have no average
 DETECT = 0.01  # the difference of validation losses that `seeds_needed` seeds find
 
 
@@ -35,14 +35,14 @@ class Comparison:
     """One variant compared with the first, at the same number of tokens or seconds."""
 
     variant: str
-    losses: list[float | None]  # by seed; None: diverged
-    mean: float | None = None  # None, here and below: a run diverged or the seeds disagree
-    deviation: float | None = None  # standard deviation over the seeds; None: fewer than two
+    losses: list[float | None]  # by seed, None if it diverged
+    mean: float | None = None  # None, here and below, if a run diverged or the seeds disagree
+    deviation: float | None = None  # standard deviation over the seeds, None for fewer than two
     difference: float | None = None  # mean over seeds of (loss - loss of the first variant with the same seed)
     margin: float | None = None  # half-width of the difference's interval with confidence 1 - level (Student's t)
-    p_value: float | None = None  # of the paired t-test
-    level: float | None = None  # at which Holm's procedure tests the difference
-    seeds_needed: int | None = None  # to find a difference of `DETECT` with this spread in 80% of studies
+    p_value: float | None = None  # by the paired t-test
+    level: float | None = None  # Holm's procedure tests the difference at this level
+    seeds_needed: int | None = None  # seeds that find a difference of `DETECT` with this spread in 80% of studies
     verdict: str
 
 
@@ -150,7 +150,7 @@ def check_comparable(variants: Mapping[str, Experiment]) -> None:
         metric, units = METRIC, [variants[v].objective.unit for v in (first, name)]
         if units[0] != units[1]:
             raise _no_comparison(first, name, f"they validate in {' and '.join(units)}", "kind of objective")
-        if all(variants[v].train.init_from is None for v in (first, name)):  # else the tokenizer is that of the weights
+        if all(variants[v].train.init_from is None for v in (first, name)):  # else the tokenizer is the weights' own
             metric += ("data.tokenizer", "data.bpe_vocab_size")[: 2 if variants[first].data.tokenizer == "bpe" else 1]
         for field, (ours, theirs) in differences(variants[first], variants[name]).items():
             if field in metric:
@@ -213,7 +213,7 @@ def compare_losses(
     """Compare each variant with the first, paired by seed. All comparisons of all tables are one family of tests.
 
     Args:
-        tables: losses by seed of each variant, for each table. None: diverged.
+        tables: losses by seed of each variant, for each table. None means that the run diverged.
         apart: the difference, and the fraction, from which the losses of a variant's seeds have no average.
     """
     rows: dict[tuple[str, str], Comparison] = {}

@@ -3,13 +3,13 @@
 Jamieson and Talwalkar 2016, arXiv:1502.07943: all points are trained for a short time, the best third for three times
 as long, and so on. Each run has a complete schedule of its own: one that is cut in the middle of its schedule has not
 decayed its learning rate and cannot be compared with one that has. The best learning rate of short runs tends to be
-higher than that of long ones, so a third survives, and not fewer.
+higher than the best of long ones, so a third survives, and not fewer.
 
 The last round, at full length, has seeds that selected nothing before, so that the means of the finalists are free of
-the winner's curse of the earlier rounds. That of the winner, the best of three, is too low by at most 0.85 standard
+the winner's curse of the earlier rounds. The winner's mean, the best of three, is too low by at most 0.85 standard
 errors, where the three are equal.
 
-The points are those of a space-filling sequence. Optuna would propose the next point from the results of earlier ones,
+The points form a space-filling sequence. Optuna would propose the next point from the results of earlier ones,
 but all points of a round are needed at once.
 """
 
@@ -42,10 +42,10 @@ SWEEP, WINNER, PLOT = "sweep.json", "winner.py", "sweep.png"  # the first: the d
 LARGEST_SWEEP = 2**24  # bytes of it
 SHARE = 3  # one point in three survives a round, and is then trained three times as long
 VARIABLE = ("model", "optim", "lora")
-# They change the tokens of a run, or what a loss per token means.
+# These fields change the tokens of a run, or what a loss per token means.
 FIXED = ("model.block_size", "model.vocab_size")
-DIGITS = 4  # of a float in a range: 0.001234
-COLOURS = ("#c6dbef", "#6baed6", "#2171b5", "#08306b")  # of the rounds, from the shortest; the last one is the finals'
+DIGITS = 4  # digits of a float in a range: 0.001234
+COLOURS = ("#c6dbef", "#6baed6", "#2171b5", "#08306b")  # for the rounds, from the shortest. The last one is the finals'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Axis:
     """A swept field: choices, or a range of floats or of whole numbers."""
 
     field: str  # such as optim.learning_rate
-    choices: tuple[Any, ...] = ()  # empty: a range
+    choices: tuple[Any, ...] = ()  # empty for a range
     low: float = 0.0
     high: float = 0.0
 
@@ -77,7 +77,7 @@ class Axis:
 
 
 def parse_axes(texts: Sequence[str], experiment: Experiment | None = None) -> list[Axis]:
-    """Parse what --over was given, once for each field. Raises `UserError`. experiment: whose classes have the fields."""
+    """Parse what --over was given, once for each field. Raises `UserError`. experiment: its classes have the fields."""
     axes: dict[str, Axis] = {}
     for axis in (parse_axis(text, experiment) for text in texts):
         if axis.field in axes:
@@ -129,7 +129,7 @@ def _kinds(hint: Any) -> set[type]:
 
 
 def _parse_word(word: str, kinds: set[type]) -> Any:
-    """Return the value that a word means; the word itself if it means none, for `check_value` to refuse."""
+    """Return the value that a word means. If it means none, return the word itself, for `check_value` to refuse."""
     if word == "None" and NoneType in kinds:
         return None
     if bool in kinds:
@@ -146,17 +146,17 @@ def _parse_word(word: str, kinds: set[type]) -> Any:
 def draw_points(axes: Sequence[Axis], trials: int, seed: int) -> list[dict[str, Any]]:
     """Return the points of a sweep, {field: value}, without repetitions.
 
-    One field: spread evenly. Several: a scrambled Halton sequence (Owen 2017, arXiv:1706.02808), which covers each
+    One field is spread evenly. Several form a scrambled Halton sequence (Owen 2017, arXiv:1706.02808), which covers each
     field as evenly as its own sweep would.
 
     Args:
         trials: number of points. Fewer are returned where whole numbers or choices repeat.
-        seed: of the sequence.
+        seed: seed of the sequence.
     """
     if len(axes) == 1:
         shares = (np.arange(trials)[:, None] + 0.5) / trials
     else:
-        from scipy.stats import qmc  # a dependency of jax; takes 2 s to import
+        from scipy.stats import qmc  # a dependency of jax, which takes 2 s to import
 
         shares = qmc.Halton(len(axes), scramble=True, seed=np.random.default_rng(seed)).random(trials)
     points = [tuple(axis.at(share) for axis, share in zip(axes, row, strict=True)) for row in shares.tolist()]
@@ -178,11 +178,11 @@ class Trial:
 
     trial: int  # its number, from 1
     point: dict[str, Any]  # {field: value}
-    losses: list[list[float | None]] = dataclasses.field(default_factory=list)  # by round and seed; None: diverged
+    losses: list[list[float | None]] = dataclasses.field(default_factory=list)  # by round and seed, None if it diverged
 
     @property
     def mean(self) -> float:
-        """Return the mean of its last round; infinity if a run of it diverged."""
+        """Return the mean of its last round, infinity if a run of it diverged."""
         finite = [loss for loss in self.losses[-1] if loss is not None]
         return float(np.mean(finite)) if len(finite) == len(self.losses[-1]) else math.inf
 
@@ -199,7 +199,7 @@ class SweepResult:
     rounds: list[Round]
     trials: list[Trial]  # the winner first
     # Loss by which the second is worse, paired by seed. An unadjusted two-sided test of the first against the second is
-    # valid although both were chosen by these losses (Hung and Fithian 2019, arXiv:1610.03944). None: there is no second.
+    # valid although both were chosen by these losses (Hung and Fithian 2019, arXiv:1610.03944). None if there is no second.
     gap: tuple[float, float | None] | None
 
     def to_json(self) -> dict[str, Any]:
@@ -279,11 +279,11 @@ def sweep(
     Many short runs, fewer long ones, and a few full ones with several seeds. EXPERIMENT is as for `jaxgpt train`.
 
     Args:
-        over: FIELD=LOW..HIGH, or FIELD=A,B,C; once for each field that varies
+        over: FIELD=LOW..HIGH, or FIELD=A,B,C, once for each field that varies
         trials: points to try in the first round
         seeds: full runs of each finalist
         seed: seed of the points
-        run_dir: directory of the sweep, resumed if it exists; None: runs/sweeps/NAME
+        run_dir: directory of the sweep, resumed if it exists, by default runs/sweeps/NAME
         experiment: its fields are options too
         say: receives a line of text for each run.
         fit_one: trains a run as `jaxgpt.fit` does.
@@ -295,7 +295,7 @@ def sweep(
     points = draw_points(axes, trials, seed)
     all_trials = alive = [Trial(trial=n, point=point) for n, point in enumerate(points, 1)]
     rounds = plan_rounds(experiment, len(points), seeds)
-    planned: dict[tuple[int, int, int], Experiment] = {}  # by trial, steps and seed; all are made before the first run
+    planned: dict[tuple[int, int, int], Experiment] = {}  # by trial, steps and seed. All are made before the first run
     for trial in all_trials:
         try:
             full = with_values(experiment, trial.point)
@@ -334,7 +334,7 @@ def sweep(
     plot_sweep(found)
     winner = found.trials[0]
     note = f"The winner of a sweep over {definition['over']}: validation loss {_format_losses(winner.losses[-1])}."
-    name = f"{experiment.name[:40]}-winner"  # a run of its own, not that of the experiment
+    name = f"{experiment.name[:40]}-winner"  # a run of its own, separate from the experiment's
     best = dataclasses.replace(with_values(experiment, winner.point), name=name)
     write_whole(directory / WINNER, f'"""{note}"""\n\n{to_source(best)}')
     if (code := own_code(best)) is not None:
@@ -352,7 +352,7 @@ def shorten(experiment: Experiment, steps: int, seed: int) -> Experiment:
 
 
 def _check_or_write(definition: dict[str, Any], experiment: Experiment, directory: Path) -> None:
-    """Write the definition, unless there are runs already. Raises `UserError` if they are of something else."""
+    """Write the definition, unless there are runs already. Raises `UserError` if they are from something else."""
     path, names = directory / SWEEP, set()
     if is_there(directory, "Name another directory with --run-dir."):
         names = {p.name for p in directory.glob("*")} if directory.is_dir() else {""}
@@ -386,7 +386,7 @@ def plot_sweep(found: SweepResult) -> None:
 
     Runs that diverged are left out, and losses far above the others lie outside.
     """
-    from matplotlib.figure import Figure  # 2 s to import; pyplot would set global state
+    from matplotlib.figure import Figure  # takes 2 s to import, and pyplot would set global state
 
     axes, rounds = found.axes, found.rounds
     figure = Figure(figsize=(max(5.5, 4.2 * len(axes)), 4.2), layout="constrained")

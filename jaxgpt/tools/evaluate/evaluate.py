@@ -28,7 +28,7 @@ from jaxgpt.sample.quantize import with_decode_matrices
 from jaxgpt.train import Params, eval_step
 
 NATS = ObjectiveConfig.unit
-LARGEST_EXPONENT = math.log(sys.float_info.max)  # largest loss whose perplexity a float can hold
+LARGEST_EXPONENT = math.log(sys.float_info.max)  # largest loss with a perplexity that a float can hold
 
 
 @functools.partial(jax.jit, static_argnames=("model", "objective"))
@@ -44,7 +44,7 @@ def evaluate_run(
 
     Args:
         path: conversations (.jsonl) or a text, after its tokenizer's prefix: the loss of their next tokens, whatever the
-            run's objective is. None: the validation split, by the objective.
+            run's objective is. None means the validation split, by the objective.
         stride: tokens from the start of one window to the start of the next: a target has more than block_size - stride
             tokens of context, except in the first window. None means block_size, windows without overlap.
         batch_size: windows per batch. None means the batch size of the run's training.

@@ -39,7 +39,7 @@ except ImportError as e:
     raise ImportError(message) from None
 
 MAX_NEW_TOKENS = 256  # the harness's own default
-# The names in tasks for the maximum number of tokens to generate; the harness reads the first that is given.
+# The names in tasks for the maximum number of tokens to generate. The harness reads the first that is given.
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
@@ -65,8 +65,8 @@ class JaxGPT(LM):
             run: a run, or its directory. None means the newest under `runs/`.
             weights: see `Run.for_decoding`.
             batch_size: texts that are scored or generated together. None or "auto" means the batch size of training.
-            device: ignored; the harness passes it to every model.
-            max_batch_size: ignored; the harness passes it to every model.
+            device: ignored, because the harness passes it to every model.
+            max_batch_size: ignored, because the harness passes it to every model.
 
         Raises:
             UserError: if there is no such run, or batch_size is not valid.
@@ -81,12 +81,12 @@ class JaxGPT(LM):
         self.batch_size = int(batch_size)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return (log-probability, is it greedy?) of each continuation; a request has (context, continuation)."""
+        """Return (log-probability, is it greedy?) of each continuation. A request has (context, continuation)."""
         pairs = [pair_ids(self.run.tokenizer, *request.args) for request in requests]
         return [tuple(found) for found in self.run.loglikelihood(pairs, batch_size=self.batch_size)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each text, in the harness's disjoint windows; a request has (text,)."""
+        """Return the log-probability of each text, in the harness's disjoint windows. A request has (text,)."""
         windows = []  # (index of the request, pair)
         for number, request in enumerate(requests):
             first, ids = pair_ids(self.run.tokenizer, "", *request.args)
@@ -100,7 +100,7 @@ class JaxGPT(LM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generate a continuation of each context, up to a stop string; a request has (context, options)."""
+        """Generate a continuation of each context, up to a stop string. A request has (context, options)."""
         groups: dict[str, list[int]] = {}  # options: indices of the requests that have them
         for number, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
@@ -114,7 +114,7 @@ class JaxGPT(LM):
 
 
 def sampling_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Translate a task's generation_kwargs to options of `Run.sample`; the default is greedy decoding.
+    """Translate a task's generation_kwargs to options of `Run.sample`. The default is greedy decoding.
 
     Raises `UserError` for options without a counterpart, since ignoring them would change the text.
     """

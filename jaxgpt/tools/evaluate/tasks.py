@@ -50,15 +50,15 @@ def evaluate_tasks(
     """Return what a run scores on tasks of the harness.
 
     Args:
-        tasks: names of tasks or of groups; "core" stands for those of CORE, each with its own number of shots.
+        tasks: names of tasks or of groups. "core" stands for the tasks of CORE, each with its own number of shots.
         limit: questions of each task. None means all.
         num_fewshot: solved examples before each question. None means the task's own number.
         include_path: a directory with task files (.yaml) of your own.
         batch_size: texts that are scored together. None means the batch size of the run's training.
 
     Returns:
-        tasks: for each task and metric its task, shots, metric, value and stderr; core: the mean of (score - chance) /
-        (1 - chance) over the tasks of CORE that the harness has. None: not asked for.
+        tasks: for each task and metric its task, shots, metric, value and stderr. core: the mean of (score - chance) /
+        (1 - chance) over the tasks of CORE that the harness has, or None if CORE was not asked for.
 
     Raises:
         UserError: if there is no such task or directory, or its questions cannot be loaded.

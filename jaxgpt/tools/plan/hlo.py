@@ -1,6 +1,6 @@
 """Read a compiled program, `compiled.as_text()`: FLOPs, memory traffic and collectives of one run on one device.
 
-XLA's `cost_analysis()` counts the body of a loop once and omits collectives; here it counts as often as it runs.
+XLA's `cost_analysis()` counts the body of a loop once and omits collectives. Here it counts as often as it runs.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import NamedTuple
 import numpy as np
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-# Fused, only those of their elements that are used count.
+# If they are fused, only the elements that are used count.
 VIEWS = {"bitcast", "reshape", "convert", "copy", "transpose"}
-FREE = {  # no traffic of their own; what they call is counted separately
+FREE = {  # no traffic of their own. What they call is counted separately
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "opt-barrier"),
     *("partition-id", "replica-id", "while", "conditional", "call", "async-start"),
 }
 IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # index of the operand that is written
 # Custom calls that compute nothing.
 BOOKKEEPING = {"AllocateBuffer", "ConcatBitcast", "AsyncCollectiveStart", "AsyncCollectiveDone"}
-# Kernels of libraries and of code generators, by a pattern in the instruction; loops that XLA generates are not listed.
+# Kernels of libraries and of code generators, by a pattern in the instruction. Loops that XLA generates are not listed.
 KERNELS = {
     "cuDNN attention forward": r'"__cudnn\$fmha(?!\w*Backward)',
     "cuDNN attention backward": r'"__cudnn\$fmha\w*Backward"',
@@ -44,7 +44,7 @@ _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_c
 class Array(NamedTuple):
     """Type and location of an array in the program."""
 
-    bits: int  # of one element
+    bits: int  # bits of one element
     dims: tuple[int, ...]
     on_chip: bool  # in a TPU's VMEM instead of main memory
 
@@ -68,13 +68,13 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """Return the instruction whose result is that of the computation."""
+        """Return the instruction that gives the result of the computation."""
         return next(x for x in self.instructions.values() if x.is_root)
 
 
 @dataclasses.dataclass(eq=False)
 class Instruction:
-    """One instruction of a computation, linked to those whose results it takes and to those that take its own."""
+    """One instruction of a computation, linked to the instructions that it reads and to those that read it."""
 
     within: Computation
     op: str
@@ -97,7 +97,7 @@ class Instruction:
 
 
 def parse_hlo(text: str) -> Computation:
-    """Parse the text of a program and return its entry. Callees come first; other lines continue an instruction."""
+    """Parse the text of a program and return its entry. Callees come first. Other lines continue an instruction."""
     bodies: dict[str, list[str]] = {}
     entry, body = "", []
     for line in text.splitlines():
@@ -109,7 +109,7 @@ def parse_hlo(text: str) -> Computation:
         elif body and line != "}":
             body[-1] += line
 
-    on_tpu = ":T(" in text  # tiled layouts; elsewhere S(1) is main memory
+    on_tpu = ":T(" in text  # tiled layouts. Elsewhere S(1) is main memory
     computations = {name: Computation(name) for name in bodies}
     for name, within in computations.items():
         for match in map(_INSTRUCTION.match, bodies[name]):
@@ -181,7 +181,7 @@ def count_traffic(x: Instruction) -> float:
     if x.op in FREE or x.op.endswith(("-done", "-update")) or any(f'"{name}"' in x.text for name in BOOKKEEPING):
         return 0.0
     if x.op in ("slice-start", "dynamic-slice-start"):
-        # A TPU prefetches a slice of an array; the first result is the array itself.
+        # A TPU prefetches a slice of an array. The first result is the array itself.
         source, part = x.arrays[:2]
         return sum(part.bytes for a in (source, part) if not a.on_chip)
     read = 0.0
@@ -197,7 +197,7 @@ def count_traffic(x: Instruction) -> float:
     results = x.arrays
     if x.kind == "fusion":
         outputs = _bytes_written(x.called[0].root)
-        if x.op == "fusion-start":  # on a GPU, in a loop; its operands come before its results
+        if x.op == "fusion-start":  # on a GPU, in a loop. Its operands come before its results
             results = x.arrays[sum(len(y.arrays) for y in x.inputs) :]
         elif "kind=kCustom" in x.text:  # buffers of an asynchronous collective, passed through
             for index in re.findall(r"\{(\d*)\}: \(\d+, ", x.attribute(r"output_to_operand_aliasing=\{(.*?)\}, [a-z]")):
@@ -209,7 +209,7 @@ def count_traffic(x: Instruction) -> float:
     written = sum(size for size, a in zip(outputs, results, strict=False) if not a.on_chip)
     if x.op == "custom-call":  # a Pallas kernel may read an operand several times, and states how often
         return max(read + written, float(x.attribute(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"') or 0))
-    # Every start except that of an all-reduce returns its operands with its results.
+    # Every start but an all-reduce's returns its operands with its results.
     returns_operands = x.op == "send" or (x.op.endswith("-start") and x.kind not in ("all-reduce", "fusion"))
     return max(written, read) if returns_operands else read + written
 
@@ -233,7 +233,7 @@ def _elements_read(x: Instruction) -> int:
         elif user.op == "tuple" or "AsyncCollectiveDone" in user.text:
             pass  # passed through
         elif user.op in COLLECTIVES and x.within.root.op == "tuple" and "all-reduce-scatter" not in user.text:
-            pass  # the middle of an asynchronous collective; its start has read x
+            pass  # the middle of an asynchronous collective. Its start has read x
         else:
             part = _slice_read(user) if i == 0 else None
             total += whole if part is None else part
@@ -241,7 +241,7 @@ def _elements_read(x: Instruction) -> int:
 
 
 def _bytes_written(x: Instruction) -> list[int]:
-    """Return the bytes that a fusion with root x writes to each array of x; in place, only those of the update."""
+    """Return the bytes that a fusion with root x writes to each array of x. In place, only the update's bytes count."""
     if x.op == "tuple":
         return [n for y in x.inputs for n in _bytes_written(y)]
     if x.op in ("bitcast", "reshape"):
@@ -254,9 +254,9 @@ def _bytes_written(x: Instruction) -> list[int]:
 
 
 def count_flops(x: Instruction) -> float:
-    """Return the FLOPs of a product, a convolution or a call of cuDNN's attention; others have none that count.
+    """Return the FLOPs of a product, a convolution or a call of cuDNN's attention. Others have none that count.
 
-    Attention has 2 products forward and 5 backward, which computes the scores again. Of a causal mask, only the scores
+    Attention has 2 products forward and 5 backward, which computes the scores again. With a causal mask, only the scores
     that it lets through count.
     """
     target = x.attribute(r'custom_call_target="([^"]*)"')
@@ -269,7 +269,7 @@ def count_flops(x: Instruction) -> float:
             seen = window * (window + 1) // 2 + (T - window) * window
         products = 5 if target.endswith("Backward") else 2
         return products * 2.0 * math.prod(batch_heads) * seen * x.arrays[0].dims[-1]
-    contracting = x.attribute(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([\d,\"]*)")  # of a dot, of a cuBLAS call
+    contracting = x.attribute(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([\d,\"]*)")  # a dot's, a cuBLAS call's
     if x.op == "dot" or (target.startswith("__cublas") and contracting):
         lhs = x.inputs[0].arrays[0].dims
         return 2.0 * math.prod(x.arrays[0].dims) * math.prod(lhs[int(i)] for i in re.findall(r"\d+", contracting))
@@ -283,7 +283,7 @@ def count_flops(x: Instruction) -> float:
         values = x.attribute(rf"window=\{{[^}}]*\b{name}=([\d_x\-]+)")
         return int(values.split("x")[dimension].split("_")[0]) if values else default
 
-    for d in range(len(lhs) - 2):  # on a TPU also batched products, whose windows mostly read padding or holes
+    for d in range(len(lhs) - 2):  # on a TPU also batched products, with windows that mostly read padding or holes
         n, taps, outs = (
             s[labels.index(str(d))] for s, labels in ((lhs, lhs_labels), (rhs, rhs_labels), (out, out_labels))
         )
@@ -295,11 +295,11 @@ def count_flops(x: Instruction) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A collective operation; the start and the end of an asynchronous one count as one."""
+    """A collective operation. The start and the end of an asynchronous one count as one."""
 
     kind: str  # one of COLLECTIVES
-    bytes: int  # of the full buffers, per execution: output of an all-gather, else the operands
-    # the first group, as positions of devices, slice after slice; the first pair of a permutation
+    bytes: int  # the full buffers, per execution: output of an all-gather, else the operands
+    # the first group, as positions of devices, slice after slice, or the first pair of a permutation
     group: tuple[int, ...]
     times: int  # executions per run of the program: the product of the trip counts around it
     between_slices: bool = False  # over the data-center network, instead of the links of a slice
@@ -310,10 +310,10 @@ class Program:
     """Cost of one run of a program on one device."""
 
     collectives: tuple[Collective, ...]
-    flops: float  # of matrix products, convolutions and cuDNN's attention; of [M, K] times [K, N], 2 M N K
-    bytes_accessed: float  # read from and written to main memory; a TPU's VMEM does not count
+    flops: float  # by matrix products, convolutions and cuDNN's attention: [M, K] times [K, N] has 2 M N K
+    bytes_accessed: float  # read from and written to main memory. A TPU's VMEM does not count
     launches: list[list[float]]  # [times, FLOPs and bytes of one] of each instruction of the schedule
-    custom_flops: float  # of custom calls that state them (Pallas's cost_estimate)
+    custom_flops: float  # by custom calls that state them (Pallas's cost_estimate)
     silent_kernels: int  # calls of Pallas kernels on a TPU that do not state their FLOPs
     kernels: dict[str, int]  # launches, by the names in `KERNELS`
 
@@ -339,7 +339,7 @@ def read_program(text: str) -> Program:
         # An axis of size 1 in the mesh leaves collectives over one device, which send nothing.
         if (found := _read_collective(x, times, devices)) is None or len(found.group) == 1:
             continue
-        # A TPU splits a collective over several fusions, to overlap it with compute; they share the channel.
+        # A TPU splits a collective over several fusions, to overlap it with compute. They share the channel.
         part = launched or x.within.name, x.attribute(r"channel_id=(\d+)")
         if not is_fused or not part[1] or part not in seen:
             collectives.append(found)
@@ -365,14 +365,14 @@ def _read_collective(x: Instruction, times: int, devices: int) -> Collective | N
         arrays = [a for y in x.inputs for a in y.arrays]
         if x.kind == "all-gather":  # all-gather-start returns its operands before its results
             arrays = x.arrays[len(arrays) if x.op.endswith("-start") else 0 :]
-        # A TPU fuses an all-reduce with the slice that each device keeps; on the links it is a reduce-scatter.
+        # A TPU fuses an all-reduce with the slice that each device keeps. On the links it is a reduce-scatter.
         kind = "reduce-scatter" if "all-reduce-scatter" in x.within.name else x.kind
         return Collective(kind=kind, bytes=sum(a.bytes for a in arrays), group=_group(x.text, devices), times=times)
     if x.op != "send" or not (transfer := x.attribute(r'_megascale_transfer_type="(\w+)"')):
         return None
     kind = "collective-permute" if transfer == "ONE_TO_ONE" else transfer.lower().replace("_", "-")
     ids = re.split(",|->", x.attribute(r'_megascale_target="?\{+([\d,]+|\d+->\d+)\}'))
-    slices = [(int(n) // 100_000 or int(n)) - 1 for n in ids]  # slices count from 1; each begins another 100,000 ids
+    slices = [(int(n) // 100_000 or int(n)) - 1 for n in ids]  # slices count from 1, and each begins another 100,000 ids
     part = x.arrays[0]
     return Collective(
         kind=kind,

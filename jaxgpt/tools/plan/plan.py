@@ -33,7 +33,7 @@ from jaxgpt.tools.plan.topology import INSTALL, topology_devices
 
 
 class DoesNotFit(Exception):
-    """The step needs more memory than a device has; the argument is the bytes, or None: the compiler does not say."""
+    """The step needs more memory than a device has. The argument is the bytes, or None if the compiler does not say."""
 
 
 @contextlib.contextmanager
@@ -171,13 +171,13 @@ class CollectiveTotal:
     devices: int  # in each group
     count: int
     bytes: float  # sum over the full buffers
-    seconds: float | None  # at the full bandwidth of the links; None: unknown
-    between_slices: bool = False  # over the data-center network; `devices` is then the number of slices
+    seconds: float | None  # at the full bandwidth of the links, None if unknown
+    between_slices: bool = False  # over the data-center network. `devices` is then the number of slices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Cost of one training step on one device, read from the compiled program. None: unknown."""
+    """Cost of one training step on one device, read from the compiled program. None means unknown."""
 
     experiment: str
     topology: str  # "v5e:4x4", or "this machine"
@@ -190,8 +190,8 @@ class Plan:
     accumulation: int
     parameters: int
     tokens_per_step: int
-    flops_per_token: float | None  # of the model: 6 per parameter and 12 L D T; None: it has modules of a user's own
-    executed_flops_per_token: float  # of the program, recomputation included
+    flops_per_token: float | None  # the model's: 6 per parameter and 12 L D T. None if it has modules of a user's own
+    executed_flops_per_token: float  # the program's, recomputation included
     memory: int  # bytes on one device: state, batch and temporaries
     state_memory: int  # the part of `memory` for parameters and optimiser state
     available: int | None  # bytes
@@ -202,14 +202,14 @@ class Plan:
     memory_seconds: float | None  # per step, if each operand and result of a fusion is read or written once
     interconnect_seconds: float | None
     network_seconds: float | None  # per step, between slices
-    network_bytes: float  # that each device sends to other slices, per step
-    serial_seconds: float | None  # of a GPU's kernels, each of which takes the longer of its compute and its traffic
+    network_bytes: float  # what each device sends to other slices, per step
+    serial_seconds: float | None  # a GPU's kernels, each of which takes the longer of its compute and its traffic
     step_seconds: float | None  # the longest of the five that are known, a lower bound: the others may overlap with it
     bottleneck: str | None  # compute, memory, interconnect, network or kernels
     tokens_per_second: float | None
     mfu: float | None  # upper bound: the model's FLOPs, masked scores included, over peak
-    total_tokens: int  # of the experiment
-    hours: float | None  # of the experiment, a lower bound
+    total_tokens: int  # tokens in the experiment
+    hours: float | None  # for the experiment, a lower bound
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields for `--json`, two of them under the names of version 0.1.0."""
@@ -229,7 +229,7 @@ def estimate(
     """Return the plan of an experiment from the counts of its compiled step.
 
     topology=None means this machine. `memory` is what the step needs on one device and `available` what the device has,
-    in bytes; None means unknown.
+    in bytes. None means unknown.
     """
     train, config, used = experiment.train, experiment.model, trainer.strategy.devices
     parameters, in_adapters = trainer.parameters
@@ -340,11 +340,11 @@ def _seconds(c: Collective, bandwidth: float, *, switched: bool) -> float:
 
 
 def ring_bandwidth(devices: Sequence[jax.Device], group: Sequence[int]) -> float | None:
-    """Return the bytes/s that each device of a group can send while all of them send. None: unknown.
+    """Return the bytes/s that each device of a group can send while all of them send, or None if unknown.
 
     `group` holds indices into `devices`, which are full slices. In a TPU's slice, each dimension in which the group
     extends adds one link, or two if the dimension is a ring that the group fills. On v5e and v6e, a dimension of 16
-    chips is a ring; on v4 and v5p, every dimension is one if the slice consists of cubes of 4x4x4, which optical
+    chips is a ring. On v4 and v5p, every dimension is one if the slice consists of cubes of 4x4x4, which optical
     switches connect. Between slices, each chip has its share of its host's network cards.
     On GPUs, the result is the link's bandwidth within one host. Between hosts, NCCL lays several rings through the group,
     each of which leaves a host by another network card: as many cards send as the host has members of the group.
@@ -372,11 +372,11 @@ def ring_bandwidth(devices: Sequence[jax.Device], group: Sequence[int]) -> float
 def collective_seconds(kind: str, size: int, n: int, bandwidth: float, *, switched: bool = False) -> float:
     """Return the seconds that one collective over n devices takes if bandwidth, in bytes/s, is the only limit.
 
-    Each device sends n - 1 of n parts; an all-reduce is a reduce-scatter and an all-gather
+    Each device sends n - 1 of n parts. An all-reduce is a reduce-scatter and an all-gather
     (jax-ml.github.io/scaling-book/sharding). In an all-to-all, half of what half of the devices hold crosses the
-    middle: n * size / 4 bytes, over the one link of a line or the two of a ring; on a torus of more dimensions this is
+    middle: n * size / 4 bytes, over the one link of a line or the two of a ring. On a torus of more dimensions this is
     an upper bound. Where all devices are switched, as GPUs are, each reaches every other directly. A permutation is
-    assumed to use all links; between neighbours it uses one. Latency, about a microsecond per link, is not included.
+    assumed to use all links, but between neighbours it uses one. Latency, about a microsecond per link, is not included.
     """
     if n == 1:
         return 0.0
@@ -392,7 +392,7 @@ def collective_seconds(kind: str, size: int, n: int, bandwidth: float, *, switch
 
 
 def _add(values: Sequence[float | None], add: Callable[[Sequence[float]], float]) -> float | None:
-    """Return the sum of the values, or what else `add` makes of them. None: one of them is unknown."""
+    """Return the sum of the values, or what else `add` makes of them, or None if one of them is unknown."""
     known = [value for value in values if value is not None]
     return add(known) if len(known) == len(values) else None
 
@@ -454,5 +454,5 @@ def format_plan(p: Plan, price: float | None = None) -> str:
 
 
 def cost(p: Plan, price: float) -> float | None:
-    """Return the least dollars of the experiment, at a price per device and hour. None: unknown."""
+    """Return the least dollars of the experiment, at a price per device and hour, or None if unknown."""
     return None if p.hours is None else p.hours * p.devices * price

@@ -19,11 +19,11 @@ INSTALL = 'pip install "jaxgpt[plan-gpu]"'
 
 
 class Target(NamedTuple):
-    """The facts about a GPU that XLA's compiler asks for, beside those of all of them in `to_text`."""
+    """The facts about a GPU that XLA's compiler asks for. `to_text` adds what is the same for all of them."""
 
     name: str  # JAX's name of the device, a key of PEAKS
     capability: tuple[int, int]  # CUDA compute capability
-    features: str  # ACCELERATED_FEATURES: compile for sm_90a, with instructions of this generation alone, not for sm_90
+    features: str  # ACCELERATED_FEATURES: compile for sm_90a, with instructions of this generation only, not for sm_90
     cores: int  # streaming multiprocessors
     fpus_per_core: int
     clock_ghz: float
@@ -55,7 +55,7 @@ gpu_device_info {{
 
 
 # XLA asks the driver for these. Here by github.com/openxla/xla, xla/backends/gpu/target_config/specs (at 4336d12 of 2026):
-# h100_sxm, h200, a100_sxm_80, b200 and rtx6000pro; _ADA by NVIDIA's "Ada GPU Architecture" v2.1 and its Ada Tuning Guide.
+# h100_sxm, h200, a100_sxm_80, b200 and rtx6000pro. _ADA: NVIDIA's "Ada GPU Architecture" v2.1 and its Ada Tuning Guide.
 _A, _N = "ACCELERATED_FEATURES", "NONE"
 _HOPPER = (9, 0), _A, 132, 128, 1.98, 2048, 233_472, 232_448, 52_428_800
 _A100 = (8, 0), _N, 108, 64, 1.41, 2048, 167_936, 166_912, 41_943_040
@@ -82,7 +82,7 @@ def topology_devices(topology: str) -> list[jax.Device]:
 def gpu_devices(topology: str) -> list[jax.Device]:
     """Return the devices of "h200:8" (one host of 8 GPUs) or "h200:4x8" (4 hosts of 8), to compile for.
 
-    The devices come from JAX's CUDA plugin; they cannot hold arrays or run programs. Neither a GPU nor CUDA is needed,
+    The devices come from JAX's CUDA plugin. They cannot hold arrays or run programs. Neither a GPU nor CUDA is needed,
     but cuDNN, if the program calls it.
 
     Raises `UserError` if the GPU or the shape is unknown, or if the plugin is missing or of another version than jaxlib,
@@ -120,7 +120,7 @@ def tpu_devices(topology: str) -> list[jax.Device]:
 
     "2xv5e:16x16" is two such slices, joined by the data-center network. The names of Google Cloud are understood too.
 
-    The devices come from libtpu; they cannot hold arrays or run programs. On a machine with a TPU, set
+    The devices come from libtpu. They cannot hold arrays or run programs. On a machine with a TPU, set
     `JAX_PLATFORMS=cpu` before jax is imported, or jax starts the TPU too. Settings of libtpu in the environment
     (`TPU_WORKER_ID` and the like) are kept. The two cores of a v4 or v5p chip count as one device.
 
@@ -149,7 +149,7 @@ def tpu_devices(topology: str) -> list[jax.Device]:
     return list(found.devices)
 
 
-# Slices of Google Cloud (cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e); libtpu itself accepts any shape that can be
+# Slices of Google Cloud (cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e). libtpu itself accepts any shape that can be
 # tiled by hosts of 2x2x1 chips.
 _SHAPES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # and every AxBxC of multiples of 4

@@ -29,7 +29,7 @@ from jaxgpt.tools.xray.xray import describe_run, map_embedding, spell
 from jaxgpt.train import Params
 
 Weights = Literal["int8", "float32"]
-PROGRAMS = ("xray/sections", "xray/tokenizer", "xray/engine", "xray/live")  # of the page
+PROGRAMS = ("xray/sections", "xray/tokenizer", "xray/engine", "xray/live")  # the page's
 MOST_PARAMETERS = 2**26  # 85 MB as int8 in base64
 MOST_WEIGHTS = 2**22  # attention weights, which are drawn again as the text changes
 UNUSUAL = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")  # options of a BPE
@@ -41,7 +41,7 @@ def make_page(run: Run, prompt: str | None = None, *, weights: Weights = "int8")
     Args:
         run: the run, as it was trained.
         prompt: the text to begin with. None means the experiment's `train.sample_prompt`.
-        weights: of the matrices. "int8" has one scale per output; activations are float32 in both cases.
+        weights: the form of the matrices. "int8" has one scale per output. Activations are float32 in both cases.
 
     Raises:
         UserError: for a model or a tokenizer that the page cannot run.
@@ -98,7 +98,7 @@ def make_page(run: Run, prompt: str | None = None, *, weights: Weights = "int8")
 def hold(params: Params, weights: Weights) -> Params:
     """Return parameters as the page holds them: all in float32, but matrices as {"values": [F, D], "scale": [F] or None}.
 
-    Matrices are row-major by output, with int8 or float32 values. params: of a model without `scan_layers`.
+    Matrices are row-major by output, with int8 or float32 values. params: a model's, without `scan_layers`.
     """
 
     def convert(path: Any, given: jax.Array) -> Any:

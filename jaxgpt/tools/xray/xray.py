@@ -31,16 +31,16 @@ from jaxgpt.tools.html_page import Arrays, render_html, round_numbers
 from jaxgpt.train import Params
 
 PREDICTIONS = 5  # most probable tokens that are kept at each position
-LENS_PREDICTIONS = 3  # of these, kept at each position and layer
+LENS_PREDICTIONS = 3  # predictions that are kept at each position and layer
 EXAMPLES = 4  # top activating positions that are kept for each MLP unit
 WINDOWS_AT_ONCE = 8  # windows of a corpus per batch
-CORPUS_TOKENS = 2**15  # searched for top activating examples; takes seconds for a small model
+CORPUS_TOKENS = 2**15  # tokens searched for top activating examples. It takes seconds for a small model
 MOST_WEIGHTS = 2**25  # attention weights on a page, one byte each before compression
-PROGRAMS = ("xray/sections", "xray/xray")  # of the page
+PROGRAMS = ("xray/sections", "xray/xray")  # the page's
 UNITS = 8  # most active units that are listed for each position
-ELEMENTS = 8  # of a token's vector that are shown before and after a norm
+ELEMENTS = 8  # elements of a token's vector that are shown before and after a norm
 LABELS = 400  # most tokens on the map of embeddings
-NAMED = 200  # most probable next tokens whose text the page has
+NAMED = 200  # most probable next tokens with text on the page
 NEIGHBOURS = 5  # nearest tokens that are listed for each token
 
 
@@ -49,7 +49,7 @@ class Guess(NamedTuple):
 
     tokens_TK: np.ndarray  # int32, the most probable first
     probabilities_TK: np.ndarray
-    logprob_T: np.ndarray  # nats, of the next token of the text; nan at the last position
+    logprob_T: np.ndarray  # nats, for the next token of the text, nan at the last position
 
 
 class Branch(NamedTuple):
@@ -67,7 +67,7 @@ class Norm(NamedTuple):
     before_TD: np.ndarray
     after_TD: np.ndarray
     scale_D: np.ndarray  # gamma, including an offset of 1 if there is one
-    bias_D: np.ndarray | None  # beta; None: no bias
+    bias_D: np.ndarray | None  # beta. None means no bias
 
 
 class Activations(NamedTuple):
@@ -178,11 +178,11 @@ def _guess(
 def top_activating_examples(model: GPT, params: Params, windows_NT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return where each hidden unit of the MLPs is most active in a corpus, at most once per window.
 
-    windows_NT: token ids; each window is a sequence of its own.
+    windows_NT: token ids. Each window is a sequence of its own.
 
     Returns:
-        The largest activations, float32 [L, F, EXAMPLES], and their indices into windows_NT.ravel(), int32; -inf and -1
-        if there are fewer windows than EXAMPLES.
+        The largest activations, float32 [L, F, EXAMPLES], and their indices into windows_NT.ravel(), int32. They are -inf
+        and -1 if there are fewer windows than EXAMPLES.
     """
     model, params = unroll(model, params)
     names = tuple(f"h_{layer}/units" for layer in range(model.config.n_layer))
@@ -211,7 +211,7 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None, corp
 
     Args:
         prompt: the text, or its token ids.
-        data: a UTF-8 file to search for the top activating examples of each MLP unit. None: the run's training text.
+        data: a UTF-8 file to search for the top activating examples of each MLP unit. None means the run's training text.
         corpus_tokens: tokens of that text to read, spread evenly over it. 0 means none.
 
     Raises:
@@ -325,7 +325,7 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None, corp
 
 
 def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None, str]:
-    """Return windows spread evenly over the run's training text, or over the file `data`; or None and the reason."""
+    """Return windows spread evenly over the run's training text, or over the file `data`, or None and the reason."""
     T = run.model.config.block_size
     if not tokens:
         return None, "The search is switched off (--corpus-tokens 0)."
@@ -393,7 +393,7 @@ def attention_shares(weights_NTS: np.ndarray) -> list[list[float]] | None:
 
 
 def project_to_plane(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (vectors projected on two principal components, [N, 2] in [-1, 1]; the components' shares of variance)."""
+    """Return (vectors projected on two principal components, [N, 2] in [-1, 1], and the components' variance shares)."""
     vectors_ND = vectors_ND / max(np.abs(vectors_ND).max(), 1e-30)  # so that the squares are finite in float32
     centred_ND = vectors_ND - vectors_ND.mean(axis=0)
     variance_D, axes_DD = np.linalg.eigh(centred_ND.T @ centred_ND)
@@ -406,7 +406,7 @@ def map_embedding(run: Run, ids: list[int], windows_NT: np.ndarray | None, array
     """Return the token vectors on a plane, and the nearest tokens of each. ids: tokens that are shown in any case."""
     vectors_VD = read_embedding(run.params)[: run.tokenizer.vocab_size]
     shown = rest = np.arange(len(vectors_VD))
-    if len(rest) > LABELS:  # those of the text, and the most frequent ones of the corpus
+    if len(rest) > LABELS:  # the text's tokens, and the most frequent ones of the corpus
         own = np.unique(np.asarray(ids, np.int64))
         if windows_NT is not None:
             rest = np.argsort(-np.bincount(windows_NT.ravel(), minlength=len(rest)), kind="stable")
