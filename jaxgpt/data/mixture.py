@@ -66,7 +66,7 @@ def assign_rows(weights: list[float]) -> tuple[list[tuple[int, int]], list[int]]
     """Return (part, earlier rows of that part) for each row of a period, and the number of rows of each part.
 
     After any number of rows, each part has had its share of them, rounded up or down. This is the quota method
-    (Balinski and Young 1975). Parts that have had their share are passed over. Of the others, the one that is due first gets the row.
+    (Balinski and Young 1975). Parts that have had their share are passed over. The first one due of the others gets the row.
     """
     shares = np.round(np.array(weights) * PERIOD).astype(int)
     shares[np.argmax(shares)] += PERIOD - shares.sum()

@@ -1,6 +1,6 @@
 """From logits to text. Here are the options, as values that need no jax: how to draw a token, and when to end.
 
-Letters in addition to those of `layers`: X columns of tokens, W beams, R rows of any kind, M = B T flattened tokens,
+Letters in addition to the ones in `layers`: X columns of tokens, W beams, R rows of any kind, M = B T flattened tokens,
 G tokens of a draft.
 """
 

@@ -1,1 +1,1 @@
-"""Programs that work on trained runs. Nothing else imports them; each folder can be deleted."""
+"""Programs that work on trained runs. Nothing else imports them, so each folder can be deleted."""
