@@ -56,7 +56,7 @@ def open_file(path: str | Path) -> io.BufferedReader:
     if not stat.S_ISREG(mode):
         os.close(handle)
         kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-        raise UserError(f"{path} is {kinds.get(stat.S_IFMT(mode), 'a device')}, needs a regular file")
+        raise UserError(f"{path} is {kinds.get(stat.S_IFMT(mode), 'a device')}: give a regular file")
     return os.fdopen(handle, "rb")
 
 

@@ -109,7 +109,7 @@ def init_adapters(config: LoraConfig, key: jax.Array, params: dict) -> dict:
     names = {path[-1] for path in kernels}
     if unknown := [name for name in config.targets if name not in names]:
         raise UserError(
-            f"lora.targets has {', '.join(unknown)}: needs some of {', '.join(sorted(names))}, which this model has"
+            f"lora.targets has {', '.join(unknown)}: give some of {', '.join(sorted(names))}, which this model has"
         )
     adapters: dict[tuple[str, ...], jax.Array] = {}
     for number, (path, x_DF) in enumerate(sorted(kernels.items())):

@@ -343,7 +343,7 @@ def _choose_steps(checkpoints: Checkpoints, directory: Path, which: str | int, a
         step = checkpoints.latest_valid(before=which + 1)
         if step != which:
             has = checkpoints.steps()
-            raise UserError(f"which={which}: {directory} needs a good checkpoint of that step, and has {has}")
+            raise UserError(f"which={which}: {directory} has no good checkpoint of that step, but {has}")
     else:
         step = checkpoints.latest_valid(which if average is None else "last")
     steps: list[int] = []

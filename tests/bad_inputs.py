@@ -17,7 +17,7 @@ BROKEN = {
     "unknown": "unknown field experiment.model.n_layers (did you mean n_layer?)",
     "twice": "'format' appears twice",
     "name": "name='../../x'",
-    "pipe": "is a pipe, needs a regular file",
+    "pipe": "is a pipe: give a regular file",
     "large": "larger than 16,777,216 bytes",
 }
 
@@ -38,7 +38,7 @@ NO_TEXT = [
     ("nowhere.txt", "no file or folder at nowhere.txt"),
     ("empty", "empty has no .txt files"),
     ("a\nb\nc\nd.txt", r"no file or folder at a\nb\nc\nd.txt"),
-    ("pipe", "pipe is a pipe, needs a regular file"),
+    ("pipe", "pipe is a pipe: give a regular file"),
     ("/dev/zero", "/dev/zero is a device"),
     ("latin1.txt", "latin1.txt is not UTF-8 text: byte 0xf1 at about offset 1"),
     ("utf16.txt", "utf16.txt is not UTF-8 text: byte 0xff at about offset 0"),
@@ -61,9 +61,9 @@ CHATS = [
     ("half.jsonl", "half.jsonl:2: the line is damaged"),
     (
         "role.jsonl",
-        "role.jsonl:3: message 1 is {'content': 'a', 'role': 'robot'}: needs a role, system, user, assistant",
+        "role.jsonl:3: message 1 is {'content': 'a', 'role': 'robot'}: give a role, system, user, assistant",
     ),
-    ("content.jsonl", "content.jsonl:1: message 2 has the content None: needs a text"),
+    ("content.jsonl", "content.jsonl:1: message 2 has the content None: give a text"),
     ("alone.jsonl", "alone.jsonl:1: none of its 1 messages is the assistant's"),
     ("end.jsonl", r"end.jsonl:2: message 1 has '\x03', which ends a turn"),
     ("long.jsonl", "no conversation of the training split of long.jsonl has an answer that ends within block_size=8"),
@@ -125,7 +125,7 @@ STARTS = [
     ([*FROM, "--lora.rank", "2", "--lora.targets"], "lora.targets is empty"),
     (
         [*FROM, "--lora.rank", "2", "--lora.targets", "q", "w"],
-        "lora.targets has w: needs some of c_fc, c_gate, c_proj, k, q, v",
+        "lora.targets has w: give some of c_fc, c_gate, c_proj, k, q, v",
     ),
     ([*FROM, "--run-dir", "runs/tiny"], "another configuration: train.init_from None -> runs/tiny"),
 ]
@@ -176,7 +176,7 @@ OPTIONS = [
         ["xray", "runs/tiny", "--prompt", "a", "--out", "t.txt"],
         "t.txt exists: name another with --out, or overwrite it",
     ),
-    (["xray", "runs/tiny", "--prompt", "a", "--out", "empty", "--force"], "empty is a directory, needs a regular file"),
+    (["xray", "runs/tiny", "--prompt", "a", "--out", "empty", "--force"], "empty is a directory: give a regular file"),
     (["xray", "runs/tiny", "--prompt", "a", "--out", "nowhere/x.html"], "there is no directory nowhere for x.html"),
     (["page", "runs/tiny", "--out", "t.txt"], "t.txt exists: name another with --out, or overwrite it"),
     (["replay", "runs/tiny", "--step", "0"], "--step 0: needs one of the steps of runs/tiny, 1 to"),

@@ -124,7 +124,7 @@ def test_what_a_sample_refuses(run, how, said):
     "how, said",
     [
         ({"which": True}, "which=True: needs best, last or a step"),
-        ({"which": 5}, r"which=5: .* needs a good checkpoint of that step, and has \["),
+        ({"which": 5}, r"which=5: .* has no good checkpoint of that step, but \["),
     ],
 )
 def test_what_load_refuses(run, how, said):

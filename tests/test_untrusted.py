@@ -190,7 +190,7 @@ def test_what_is_written_as_json_is_strict():
 def test_only_regular_files_are_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")  # opened as usual, this would wait for a writer
     for path, kind in ((tmp_path / "pipe", "a pipe"), (tmp_path, "a directory"), ("/dev/zero", "a device")):
-        with pytest.raises(UserError, match=f"is {kind}, needs a regular file"):
+        with pytest.raises(UserError, match=f"is {kind}: give a regular file"):
             open_file(path)
     with pytest.raises(UserError, match="null"):
         read_bytes("a\0b", 10)

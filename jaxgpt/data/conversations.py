@@ -42,7 +42,7 @@ def _messages(value: Any, where: str) -> list[Message]:
     checked = [check_message(message, f"{where}: message {number}") for number, message in enumerate(messages, 1)]
     if not any(message["role"] == "assistant" and "weight" not in message for message in checked):
         raise UserError(
-            f"{where}: none of its {len(checked)} messages is the assistant's with a weight: needs one to learn from"
+            f"{where}: none of its {len(checked)} messages is the assistant's with a weight: give one to learn from"
         )
     return checked
 

@@ -309,7 +309,7 @@ def _encode_conversations(config: DataConfig, template_directory: Path | None) -
             alphabet.update(*texts)
     train = int(count * (1.0 - config.val_fraction))
     if not 0 < train < count:
-        raise UserError(f"{path} has {count} conversations: needs at least one to train on and one to validate on")
+        raise UserError(f"{path} has {count} conversations: give at least one to train on and one to validate on")
     if name == "char":
         tokenizer = CharTokenizer(alphabet | set(chat.list_plain_characters()))
     elif tokenizer is None:

@@ -56,14 +56,14 @@ def check_message(message: Any, where: str) -> Message:
     role = "system" if role == "developer" else role
     calls = message.get("tool_calls") if role == "assistant" else None
     if not isinstance(role, str) or role not in ROLES or ("content" not in message and not calls):
-        raise UserError(f"{where} is {short(message)}: needs a role, {', '.join(ROLES)}, and a content")
+        raise UserError(f"{where} is {short(message)}: give a role, {', '.join(ROLES)}, and a content")
     if isinstance(content, list):
         parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
         texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
         content = "".join(texts) if len(texts) == len(content) else content
     content = "" if content is None and calls else content
     if not isinstance(content, str):
-        raise UserError(f"{where} has the content {short(content)}: needs a text")
+        raise UserError(f"{where} has the content {short(content)}: give a text")
     ignored = {"role", "content", "name", "tool_call_id", *(message if role == "assistant" else ())} - {"function_call"}
     if other := [name for name, held in message.items() if name not in ignored and held not in (None, [])]:
         raise UserError(f"{where} has {short(other[0])}, which is not understood: leave only role and content")
@@ -71,7 +71,7 @@ def check_message(message: Any, where: str) -> Message:
     checked: Message = {"role": role, "content": content}
     if role == "assistant" and (weight := message.get("weight")) is not None:
         if type(weight) not in (int, float) or weight not in (0, 1):
-            raise UserError(f"{where} has the weight {short(weight)}: needs 0, to learn nothing from it, or 1")
+            raise UserError(f"{where} has the weight {short(weight)}: give 0, to learn nothing from it, or 1")
         checked |= {} if weight else {"weight": "0"}
     if role == "tool":
         checked |= {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
@@ -328,7 +328,7 @@ def find_template(tokenizer: Tokenizer, directory: Path | None) -> ChatTemplate:
         path = directory / "tokenizer_config.json"
         values = read_json(path, LARGEST_CONFIG)
         if not isinstance(values, dict):
-            raise UserError(f"{path} is damaged: it holds {type(values).__name__}, needs an object")
+            raise UserError(f"{path} is damaged: it holds {type(values).__name__}, not an object")
     source = values.get("chat_template")
     if isinstance(source, list):  # [{"name": "default", "template": "..."}, ...]
         defaults = [x.get("template") for x in source if isinstance(x, dict) and x.get("name") == "default"]
@@ -338,7 +338,7 @@ def find_template(tokenizer: Tokenizer, directory: Path | None) -> ChatTemplate:
     if source is not None:
         if not isinstance(source, str) or any(mark in source for mark in MARKS):
             raise UserError(
-                f"the chat_template in {directory} is damaged: needs a text, or a list with one named default"
+                f"the chat_template in {directory} is damaged: it must be a text, or a list with one named default"
             )
         # A token is a string, or an object with its content and matching options.
         plain = {name: x.get("content") if isinstance(x, dict) else x for name, x in values.items()}

@@ -174,7 +174,7 @@ class BPETokenizer(Tokenizer):
         self.vocab_size = max(ids, default=-1) + 1  # not the number of ids, which may have gaps
         if not 1 <= self.vocab_size <= LARGEST_SIZE:
             raise UserError(
-                f"its ids go up to {self.vocab_size - 1}: needs at least one id, all below {LARGEST_SIZE:,}"
+                f"its ids go up to {self.vocab_size - 1}: it must have at least one id, all below {LARGEST_SIZE:,}"
             )
         added = self._tokenizer.get_added_tokens_decoder()
         self.specials: Mapping[str, int] = {token.content: i for i, token in added.items() if token.special}
@@ -345,7 +345,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             case {"jaxgpt": "ids", "vocab_size": int(vocab_size)} if 0 < vocab_size <= LARGEST_SIZE:
                 return IdTokenizer(vocab_size)
             case {"jaxgpt": kind}:
-                raise UserError(f"kind of tokenizer {short(kind)} unknown or damaged: needs char, byte or ids")
+                raise UserError(f"kind of tokenizer {short(kind)} unknown or damaged: it must be char, byte or ids")
             case dict():
                 return BPETokenizer(raw.decode("utf-8"))
         raise UserError(f"it holds {type(values).__name__}, not an object")

@@ -41,17 +41,17 @@ def check_tools(tools: Any, where: str) -> tuple[Tool, ...]:
     """Return the tools of a request. Raises `UserError` for what describes no function. where: for the error."""
     tools = [] if tools is None else tools
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
-        raise UserError(f"{where}={short(tools)}: needs a list of at most {MAX_TOOLS} tools")
+        raise UserError(f"{where}={short(tools)}: give a list of at most {MAX_TOOLS} tools")
     for number, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not is_name(function.get("name")):
-            raise UserError(f"{where}[{number}] is {short(tool)}: needs {TOOL}, with a name of {NAME.pattern}")
+            raise UserError(f"{where}[{number}] is {short(tool)}: give {TOOL}, with a name of {NAME.pattern}")
         if not isinstance(schema := function.get("parameters", {}), dict | None):
-            raise UserError(f"{where}[{number}] has the parameters {short(schema)}: needs a schema, which is an object")
+            raise UserError(f"{where}[{number}] has the parameters {short(schema)}: give a schema, which is an object")
     check_characters(json.dumps(tools, ensure_ascii=False), where)
     names = [tool["function"]["name"] for tool in tools]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"{where} has {twice[0]!r} twice: needs different names")
+        raise UserError(f"{where} has {twice[0]!r} twice: give different names")
     return tuple(tools)
 
 
@@ -61,12 +61,12 @@ def check_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not is_name(function.get("name")):
-            raise UserError(f"{where} has the call {short(call)}: needs {CALL}, with a name of {NAME.pattern}")
+            raise UserError(f"{where} has the call {short(call)}: give {CALL}, with a name of {NAME.pattern}")
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
             arguments = parse_json(arguments.encode(errors="replace"), f"{where}: the arguments of {function['name']}")
         if not isinstance(arguments, dict):
-            raise UserError(f"{where} has the arguments {short(arguments)}: needs an object, as JSON in a text")
+            raise UserError(f"{where} has the arguments {short(arguments)}: give an object, as JSON in a text")
         check_characters(json.dumps([call, arguments], ensure_ascii=False), where)
         given = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         checked.append(given | {"type": "function", "function": {"name": function["name"], "arguments": arguments}})
@@ -173,7 +173,7 @@ def offer_tools(tools: tuple[Tool, ...], choice: Any, write: Callable[..., Any])
         case {"type": "function", "function": {"name": name}}:
             must_call = tuple(tool for tool in tools if tool["function"]["name"] == name)
     if not must_call and choice not in (None, "auto"):
-        needed = "needs none, auto, required, or {'type': 'function', 'function': {'name': one of the tools}}"
+        needed = "give none, auto, required, or {'type': 'function', 'function': {'name': one of the tools}}"
         raise UserError(f"tool_choice={short(choice)}: {needed}")
     if not tools:
         return None

@@ -323,7 +323,7 @@ def open_gguf(path: Path, tokenizer: str | None = None) -> tuple[Source, Json]:
             names, rest = sorted(name for name in tensors if name.endswith(NORM)), values.get(NORM_PARAMETERS)
             size = sum(math.prod(tensors[name].shape) for name in names)
             if not isinstance(rest, list) or len(rest) != size or not all(type(x) is float for x in rest):
-                raise UserError(f"{NORM_PARAMETERS} is missing or damaged: needs a list of {size:,} numbers")
+                raise UserError(f"{NORM_PARAMETERS} is missing or damaged: it must be a list of {size:,} numbers")
             for name in names:
                 shape, count = tensors[name].shape, math.prod(tensors[name].shape)
                 x, rest = np.array(rest[:count], np.float32), rest[count:]
@@ -342,7 +342,7 @@ def read_config(values: Json, tensors: Mapping[str, Tensor]) -> tuple[Family, GP
     """Return (family, architecture) of a file. Raises `UserError` if they are unknown, or our layers do not support them."""
     name, embedding = values.get("general.architecture"), tensors.get(EMBEDDING)
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise UserError(f"general.architecture={short(name)} is unknown: needs one of {', '.join(ARCHITECTURES)}")
+        raise UserError(f"general.architecture={short(name)} is unknown: jaxgpt reads {', '.join(ARCHITECTURES)}")
     if JSON not in values and values.get(GGML + "model") not in ("rwkv", "none"):
         raise UserError(
             "it was not written by jaxgpt export, and the files of other programs are not read: import the model's "
@@ -387,7 +387,7 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
     try:
         (version,), (tensor_count, field_count) = take("I"), take("Q", 2)
         if version != VERSION:
-            raise UserError(f"{path} has version {version} of GGUF: needs {VERSION}, little-endian")
+            raise UserError(f"{path} has version {version} of GGUF: jaxgpt reads {VERSION}, little-endian")
         for _ in range(field_count):
             key = take_value(STRING)
             values[key] = take_value(*take("I"))
@@ -398,7 +398,7 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
     kinds, tensors = {number: kind for kind, (number, _) in KINDS.items()}, {}
     for name, shape, number, offset in infos:
         if number not in kinds:
-            raise UserError(f"{path}: {name} has dtype {number} of ggml, needs one of {', '.join(KINDS)}")
+            raise UserError(f"{path}: {name} has dtype {number} of ggml: jaxgpt reads {', '.join(KINDS)}")
         kind, offset = kinds[number], -(-at // ALIGNMENT) * ALIGNMENT + offset
         is_cut = kind == "Q8_0" and (not shape or shape[-1] % BLOCK)
         if len(shape) > 4 or is_cut or offset + _count_bytes(shape, kind) > size:

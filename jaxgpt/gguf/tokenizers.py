@@ -201,7 +201,7 @@ def _check_merges(texts: list[str], merges: set[tuple[str, ...]], vocab: Mapping
     """Raise `UserError` if two neighbours make a token of `texts`, and not by a merge."""
     for text in texts:
         if len(text) > LONGEST:  # all its cuts would be a square of that
-            raise UserError(f"the token {short(text)} has {len(text):,} characters: needs at most {LONGEST:,}")
+            raise UserError(f"the token {short(text)} has {len(text):,} characters: give a tokenizer with at most {LONGEST:,}")
         for pair in [(text[:cut], text[cut:]) for cut in range(1, len(text))]:
             if pair not in merges and all(len(part) == 1 or part in vocab for part in pair):
                 _refuse(f"byte fallback, and no merge of {short(pair[0])} and {short(pair[1])}")
@@ -230,7 +230,7 @@ def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
         key = f"{fields.get('general.architecture')}.vocab_size"
         return IdTokenizer(check_count(key, fields.get(key), 1, LARGEST_SIZE))
     if not isinstance(tokens, list) or not all(type(token) is str for token in tokens):
-        raise UserError(f"{GGML}tokens is missing or damaged: needs a list of texts")
+        raise UserError(f"{GGML}tokens is missing or damaged: it must be a list of texts")
     if model == "rwkv":
         used = [token for token in tokens if not token.startswith(r"\xff[PAD")]
         if used == BYTE_TOKENS:
@@ -241,7 +241,7 @@ def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
             return CharTokenizer("".join(characters))
         raise UserError("its vocabulary is neither the 256 bytes nor characters in the order of their code points")
     if not isinstance(text, str):
-        raise UserError(f"{JSON} is {type(text).__name__}: needs the text of a tokenizer.json")
+        raise UserError(f"{JSON} is {type(text).__name__}: it must be the text of a tokenizer.json")
     try:
         tokenizer = BPETokenizer(text)
     except UserError as e:
@@ -256,7 +256,7 @@ def read_chat_template(fields: Mapping[str, Any]) -> str | None:
     """Return the chat template in the fields of a GGUF, in Jinja, or None if it has none."""
     template = fields.get(CHAT_TEMPLATE)
     if template is not None and not isinstance(template, str):
-        raise UserError(f"{CHAT_TEMPLATE} is {type(template).__name__}: needs a text")
+        raise UserError(f"{CHAT_TEMPLATE} is {type(template).__name__}: it must be a text")
     return template
 
 

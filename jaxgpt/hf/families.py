@@ -262,7 +262,7 @@ def get_family(hf: dict[str, Any]) -> Family:
     if not isinstance(kind, str) or kind not in FAMILIES:
         close = difflib.get_close_matches(kind, FAMILIES, n=1) if isinstance(kind, str) else []
         near = f" (did you mean {close[0]}?)" if close else ""
-        raise UserError(f"model_type={short(kind)} is unknown{near}: needs one of {', '.join(FAMILIES)}")
+        raise UserError(f"model_type={short(kind)} is unknown{near}: jaxgpt reads {', '.join(FAMILIES)}")
     if hf.get("quantization_config") is not None:
         raise UserError("its weights are quantised (quantization_config): give a copy that is not")
     return FAMILIES[kind]

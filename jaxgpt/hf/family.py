@@ -135,19 +135,19 @@ def windows(usual: Callable[[int, Json], bool], *keys: str, switch: str | None =
     def read(hf: Json) -> Json:
         kinds, layers = hf.get("layer_types") or [], read_count(hf, "num_hidden_layers", 0)
         if not isinstance(kinds, list) or not all(kind in (SLIDING, FULL) for kind in kinds):
-            raise UserError(f"layer_types={short(kinds)}: needs a list of {SLIDING} and {FULL}")
+            raise UserError(f"layer_types={short(kinds)}: it must be a list of {SLIDING} and {FULL}")
         is_on = switch is None or bool(hf.get(switch))
         size = hf.get("sliding_window", 4096) if is_on else None
         slides = [kind == SLIDING for kind in kinds]
         if not kinds:
             slides = [(switch is None or size is not None) and usual(i, hf) for i in range(layers)]
         if len(slides) != layers:
-            raise UserError(f"layer_types={short(kinds)}: needs {layers} entries, one per layer")
+            raise UserError(f"layer_types={short(kinds)}: it must have {layers} entries, one per layer")
         if not any(slides):
             return {"sliding_window": None}
         if size is None:
             values = ", ".join(f"{key}={short(hf.get(key))}" for key in keys)
-            raise UserError(f"{values}: needs the size of a window, or no {SLIDING} layers")
+            raise UserError(f"{values}: give the size of a window, or no {SLIDING} layers")
         every = None if all(slides) else slides.index(False) + 1
         if slides != [every is None or bool((i + 1) % every) for i in range(layers)]:
             raise UserError("layer_types has no period: only every n-th layer can have full attention")
@@ -194,7 +194,7 @@ def rope(
         if local is None:
             newer = older or _read_object(hf, "rope_parameters")
         elif not isinstance(newer, dict) or newer.keys() - {FULL, SLIDING}:
-            raise UserError(f"rope_parameters={short(newer)}: needs {FULL} and {SLIDING}, with an object for each")
+            raise UserError(f"rope_parameters={short(newer)}: it must have {FULL} and {SLIDING}, with an object for each")
         else:
             nested = {THETA: _get(hf, local, 10_000.0)} | _read_object(newer, SLIDING)
             newer, more = _read_object(newer, FULL) | older, {"rope_local_theta": nested[THETA]}
@@ -231,7 +231,7 @@ def _read_object(hf: Json, key: str) -> Json:
     """Return the parameters of a rotation, with `rope_type`, which files older than transformers 4.43 call `type`."""
     value = hf.get(key) or {}
     if not isinstance(value, dict):
-        raise UserError(f"{key}={short(value)}: needs an object")
+        raise UserError(f"{key}={short(value)}: it must be an object")
     parameters = {name: inner for name, inner in value.items() if inner is not None}
     return {"rope_type": parameters.pop("type", "default")} | parameters if parameters else {}
 

@@ -98,7 +98,7 @@ def open_source(name: str, tokenizer: str | None = None) -> Source:
         raise UserError(f"{directory} has no config.json: give a directory that save_pretrained or a download made")
     hf = read_json(path, LARGEST_CONFIG)
     if not isinstance(hf, dict):
-        raise UserError(f"{path} holds {type(hf).__name__}, needs an object: download it again")
+        raise UserError(f"{path} holds {type(hf).__name__}, not an object: download it again")
     try:
         family = get_family(hf)
         config = family.read(hf)

@@ -118,7 +118,7 @@ def _read_index(index: Path) -> dict[str, Path]:
         raise UserError(f"{index} needs a weight_map from tensors to files: download it again")
     for file in dict.fromkeys(names.values()):
         if file != os.path.basename(file) or not file.endswith(".safetensors"):
-            raise UserError(f"{index} names {short(file)}: needs the name of a .safetensors file next to it")
+            raise UserError(f"{index} names {short(file)}: it must name a .safetensors file next to it")
         if not is_there(index.with_name(file), f"{INDEX} needs it: download it again."):
             raise UserError(f"{index.with_name(file)} is missing, but {INDEX} needs it: download it again")
     return {name: index.with_name(file) for name, file in names.items()}
@@ -175,7 +175,7 @@ def check(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None
         extra -= {rule.theirs for rule in family.weight_rules if rule.ours == HEAD}
     there = [(name, tensors[name], shape) for name, shape in wanted.items() if name in tensors]
     misshapen = [f"{n} is {list(x.shape)}, the configuration implies {list(s)}" for n, x, s in there if x.shape != s]
-    misshapen += [f"{n} holds {x.kind}, needs one of {', '.join(DTYPES)}" for n, x, _ in there if x.kind not in DTYPES]
+    misshapen += [f"{n} holds {x.kind}, and jaxgpt reads {', '.join(DTYPES)}" for n, x, _ in there if x.kind not in DTYPES]
     missing = wanted.keys() - tensors.keys()
     problems = [f"{word} {summarize_names(n)}" for word, n in (("missing", missing), ("unknown", extra)) if n]
     if problems := problems + misshapen:

@@ -78,9 +78,9 @@ def ablate_all(
     shape = (len(tokens_BT), tokens_BT.shape[-1] - 1)
     mask = np.ones(shape, bool) if mask_BT is None else np.asarray(mask_BT, bool)
     if len(tokens_BT) < 2:
-        raise UserError(f"{len(tokens_BT)} row: needs at least 2 for an interval")
+        raise UserError(f"{len(tokens_BT)} row: give at least 2 for an interval")
     if mask.shape != shape or not mask.any(axis=1).all():
-        raise UserError(f"mask of shape {list(mask.shape)}: needs {list(shape)}, with a target in each row")
+        raise UserError(f"mask of shape {list(mask.shape)}: give {list(shape)}, with a target in each row")
     means = {}
     if by == "mean":
         names = [f"h_{layer}/{place}" for layer in range(L) for place in ("heads", "mlp")]
@@ -129,7 +129,7 @@ def patch(model: GPT, params: Params, into_T: Any, source_T: Any, place: str, me
     if place not in PLACES or place == EMBEDDING:
         raise UserError(f"place={place!r}: needs one of {', '.join(PLACES[1:])}")
     if np.ndim(into_T) != 1 or np.shape(into_T) != np.shape(source_T):
-        raise UserError(f"tokens of shapes {list(np.shape(into_T))} and {list(np.shape(source_T))}: needs [T] twice")
+        raise UserError(f"tokens of shapes {list(np.shape(into_T))} and {list(np.shape(source_T))}: give [T] twice")
     model, params = unroll(model, params | {EDITS: {}})
     L, streams = model.config.n_layer, stream_names(model)
     names = [f"h_{layer}/{place}" for layer in range(L)]
@@ -217,10 +217,10 @@ def logit_attribution(model: GPT, params: Params, tokens_T: Any, token: int, oth
     if c.norm_position != "pre" or c.logit_softcap is not None:
         raise UserError(
             f"norm_position={c.norm_position!r}, logit_softcap={c.logit_softcap}: the logits are not a sum of what each "
-            "part writes; needs 'pre' and None"
+            "part writes. Give a model with 'pre' and None"
         )
     if not all(0 <= id < (c.vocab_size or 0) for id in (token, other)):
-        raise UserError(f"tokens {token} and {other}: needs 0 to {(c.vocab_size or 0) - 1}")
+        raise UserError(f"tokens {token} and {other}: give 0 to {(c.vocab_size or 0) - 1}")
     names = [EMBEDDING, *(f"h_{layer}/{place}" for layer in layers for place in ("heads", "mlp", "stream"))]
     read = run(model, params, np.asarray(tokens_T)[None], read=names).activations
     return _attribute(model, params, {name: x[:, -1:] for name, x in read.items()}, token, other)
@@ -286,7 +286,7 @@ def previous_token_scores(model: GPT, params: Params, tokens_BT: Any) -> jax.Arr
     https://transformer-circuits.pub/2021/framework). Arguments: see `run`.
     """
     if np.asarray(tokens_BT).shape[-1] == 1:
-        raise UserError("tokens of 1 per row: needs at least 2")
+        raise UserError("tokens of 1 per row: give at least 2")
     return _attention_back(model, params, tokens_BT, 1, start=1)
 
 
@@ -332,7 +332,7 @@ def fit_jacobian_lens(model: GPT, params: Params, tokens_BT: Any, *, skip_first:
     model, params = unroll(model, params)
     tokens = check_tokens(model, tokens_BT)
     if not 0 <= skip_first < tokens.shape[1] - 1:
-        raise UserError(f"skip_first={skip_first} of {tokens.shape[1]} tokens: needs 0 to {tokens.shape[1] - 2}")
+        raise UserError(f"skip_first={skip_first} of {tokens.shape[1]} tokens: give 0 to {tokens.shape[1] - 2}")
     return _fit_lens(model.clone(read=tuple(stream_names(model)[-1:])), params, tokens, skip_first)
 
 
@@ -396,11 +396,11 @@ def fit_probe(activations_UD: ArrayLike, labels_U: ArrayLike, *, held_out: float
     x_UD, y_U = np.asarray(activations_UD, np.float32), np.asarray(labels_U)
     if x_UD.ndim != 2 or y_U.shape != x_UD.shape[:1] or y_U.dtype.kind not in "iu" or (y_U.size and y_U.min() < 0):
         raise UserError(
-            f"activations {list(x_UD.shape)}, labels {list(y_U.shape)} {y_U.dtype}: needs [U, D] and U integers from 0"
+            f"activations {list(x_UD.shape)}, labels {list(y_U.shape)} {y_U.dtype}: give [U, D] and U integers from 0"
         )
     fitted = round(len(y_U) * (1 - held_out))
     if not 0 < fitted < len(y_U):
-        raise UserError(f"{len(y_U)} rows with held_out={held_out}: needs rows to fit and rows to score")
+        raise UserError(f"{len(y_U)} rows with held_out={held_out}: give rows to fit and rows to score")
     mean_D, std_D = x_UD[:fitted].mean(axis=0), np.maximum(x_UD[:fitted].std(axis=0), 1e-6)
     z_UD, C = (x_UD - mean_D) / std_D, int(y_U.max()) + 1
     weights_DC, bias_C = map(np.asarray, _fit_probe(jnp.asarray(z_UD[:fitted]), jnp.asarray(y_U[:fitted]), C, l2))

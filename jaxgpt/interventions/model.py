@@ -131,7 +131,7 @@ def edit_arrays(config: GPTConfig, *sets: Sequence[Edit]) -> EditArrays:
                 needed = f"one of {', '.join(known)}, the places that {type(config).__name__} has"
             raise UserError(f"{edit.place}, layer={edit.layer!r}: needs {needed}")
         if not np.isfinite(edit.keep) or not np.isfinite(term).all():
-            raise UserError(f"{name}: needs finite numbers")
+            raise UserError(f"{name}: give finite numbers")
         shape = known[name]
         if edit.place == "pattern" and term.ndim > 1:
             shape = (shape[0], term.shape[-1])
@@ -316,7 +316,7 @@ def run(model: GPT, params: Params, tokens_BT: Any, edits: Sequence[Edit] = (), 
     model, params = unroll(model, params)
     for name in set(read) - place_shapes(model.config).keys():
         last, places = model.config.n_layer - 1, dict.fromkeys(x.split("/")[-1] for x in place_shapes(model.config))
-        raise UserError(f"read={name!r}: needs the form h_0/heads, to h_{last}, with one of {', '.join(places)}")
+        raise UserError(f"read={name!r}: give the form h_0/heads, to h_{last}, with one of {', '.join(places)}")
     tokens_BT = check_tokens(model, tokens_BT)
     arrays = jax.tree.map(lambda x: x[0], edit_arrays(model.config, edits))
     return forward(model.clone(read=tuple(read)), params | {EDITS: arrays}, tokens_BT)
@@ -361,9 +361,9 @@ def check_tokens(model: GPT, tokens_BT: Any) -> jax.Array:
     """Return token ids as int32. Raises `UserError` for what the model cannot read."""
     tokens_BT = np.asarray(tokens_BT)
     if tokens_BT.ndim != 2 or not tokens_BT.size or tokens_BT.dtype.kind not in "iu":
-        raise UserError(f"tokens of shape {list(tokens_BT.shape)}, {tokens_BT.dtype}: needs integers, [B, T]")
+        raise UserError(f"tokens of shape {list(tokens_BT.shape)}, {tokens_BT.dtype}: give integers, [B, T]")
     if model.config.vocab_size is not None and not 0 <= tokens_BT.min() <= tokens_BT.max() < model.config.vocab_size:
-        raise UserError(f"tokens from {tokens_BT.min()} to {tokens_BT.max()}: needs 0 to {model.config.vocab_size - 1}")
+        raise UserError(f"tokens from {tokens_BT.min()} to {tokens_BT.max()}: give 0 to {model.config.vocab_size - 1}")
     model.check_length(tokens := jnp.asarray(tokens_BT, jnp.int32))
     return tokens
 

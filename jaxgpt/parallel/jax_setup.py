@@ -50,7 +50,7 @@ def configure_jax(*, computes: bool = True) -> None:
         return
     count = os.environ.get("JAX_NUM_CPU_DEVICES", "1")
     if not re.fullmatch(r"[1-9][0-9]{0,3}", count, re.ASCII):  # with others XLA ends the process
-        raise UserError(f"JAX_NUM_CPU_DEVICES={count!r}: needs a whole number from 1 to 9999, or to be unset")
+        raise UserError(f"JAX_NUM_CPU_DEVICES={count!r}: set a whole number from 1 to 9999, or unset it")
     if not computes:
         os.environ["JAX_PLATFORMS"] = "cpu"
     gc.set_threshold(GC_THRESHOLD)

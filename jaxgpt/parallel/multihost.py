@@ -101,7 +101,7 @@ def cluster() -> str | None:
     def count(name: str) -> int:
         value = env.get(name, "1")
         if not value.isdecimal():
-            raise UserError(f"{name}={value!r}: needs a whole number of processes; unset it if this process is alone")
+            raise UserError(f"{name}={value!r}: set a whole number of processes, or unset it if this process is alone")
         return int(value)
 
     if "OMPI_MCA_orte_hnp_uri" in env and count("OMPI_COMM_WORLD_SIZE") > 1:

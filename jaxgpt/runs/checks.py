@@ -56,7 +56,7 @@ def check_step(experiment: Experiment, trainer: Trainer) -> None:
         _, metrics = jax.eval_shape(trainer.train_step, trainer.abstract_state, trainer.abstract_batch, key)
     for name, x in metrics.items():
         if x.shape and name != "checksums":
-            raise UserError(f"the objective's metric {name!r} has the shape {list(x.shape)}: needs a scalar")
+            raise UserError(f"the objective's metric {name!r} has the shape {list(x.shape)}: it must be a scalar")
 
 
 def check_model(experiment: Experiment, batch: Batch) -> None:

@@ -235,7 +235,7 @@ def read_metadata(directory: Path, *, trust_code: bool = False) -> RunMetadata:
         raise UserError(f"{path} is not what was written: its own SHA-256 does not match. {remedy}")
     digests = record.get("code")
     if digests is not None and not (isinstance(digests, dict) and all(isinstance(x, str) for x in digests.values())):
-        raise UserError(f"{path} is damaged: code={short(digests)}: needs the SHA-256 of files")
+        raise UserError(f"{path} is damaged: code={short(digests)} must be the SHA-256 of files")
     untrusted: list[UserError] = []
 
     def find(base: type, name: str) -> type:

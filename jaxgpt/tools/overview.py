@@ -194,7 +194,7 @@ def _parse_condition(condition: str) -> tuple[str, Callable[[Any, Any], bool], A
     """Return field, comparison and value, which may be a number such as 1.5, 1e6, 300k or 124M. Raises `ValueError`."""
     match = re.fullmatch(r"(\w+)\s*(<=|>=|!=|=|<|>|~)\s*(.*)", condition, re.DOTALL)
     if match is None:
-        raise ValueError(f"needs FIELD, one of {' '.join(COMPARE)}, and a value: 'loss<1.5'")
+        raise ValueError(f"give FIELD, one of {' '.join(COMPARE)}, and a value: 'loss<1.5'")
     name, sign, text = match.groups()
     compare = COMPARE[sign]
     if name == "date" and sign != "~":  # date=2026-11-23 is all of that day
@@ -205,7 +205,7 @@ def _parse_condition(condition: str) -> tuple[str, Callable[[Any, Any], bool], A
         known = (*WORDS, *NUMBERS)
         raise ValueError(f"no field {name}{suggest(name, known)}. There are {', '.join(known)}")
     if sign == "~":
-        raise ValueError(f"~ compares {', '.join(WORDS)} with a pattern; {name} needs < or >")
+        raise ValueError(f"~ compares {', '.join(WORDS)} with a pattern. For {name} give < or >")
     number = re.fullmatch(r"([-+]?[\d.]+(?:e[-+]?\d+)?)([kMB]?)", text)
     if number is None or number[1].count(".") > 1:
         raise ValueError(f"got {text!r}, needs a number such as 1.5, 1e6, 300k or 124M")

@@ -97,7 +97,7 @@ def parse_axis(text: str, experiment: Experiment | None = None) -> Axis:
     hints = {f"{section}.{x}": hint for section, kind in sections.items() for x, hint in field_hints(kind).items()}
     try:
         if not name or not values:
-            raise UserError("needs FIELD=LOW..HIGH or FIELD=A,B,C, such as optim.learning-rate=1e-4..1e-1")
+            raise UserError("give FIELD=LOW..HIGH or FIELD=A,B,C, such as optim.learning-rate=1e-4..1e-1")
         if field not in hints:
             raise UserError(f"there is no field {short(field)}{suggest(field, hints)}. See jaxgpt train --help-all")
         kinds = _kinds(hints[field])
@@ -110,9 +110,9 @@ def parse_axis(text: str, experiment: Experiment | None = None) -> Axis:
         words = values.split("..", 1) if is_range else values.split(",")
         found = tuple(check_value(field, _parse_word(word.strip(), kinds), hints[field]) for word in words)
         if is_range and (None in found or not found[0] < found[1]):
-            raise UserError("needs LOW below HIGH")
+            raise UserError("give LOW below HIGH")
         if not is_range and len(set(found)) < max(2, len(found)):
-            raise UserError("needs two or more different choices, or a range of numbers, LOW..HIGH")
+            raise UserError("give two or more different choices, or a range of numbers, LOW..HIGH")
     except UserError as e:
         raise UserError(f"--over {text}: {e}") from None
     return Axis(field=field, low=found[0], high=found[1]) if is_range else Axis(field=field, choices=found)
@@ -255,7 +255,7 @@ def plan_rounds(experiment: Experiment, trials: int, seeds: int) -> list[Round]:
     last = len(counts) - 1
     if train.steps < SHARE**last:
         begin = f"{trials} trials begin with runs of 1/{SHARE**last} of the steps"
-        raise UserError(f"train.steps={train.steps}: {begin}, so needs at least {SHARE**last}, or fewer trials")
+        raise UserError(f"train.steps={train.steps}: {begin}, so give at least {SHARE**last}, or fewer trials")
     new = tuple(range(train.seed + 1, train.seed + 1 + seeds))
     return [
         Round(trials=count, steps=train.steps // SHARE ** (last - r), seeds=new if r == last else (train.seed,))

@@ -181,7 +181,7 @@ def test_templates_lie_beside_the_tokenizer(tmp_path):
         found("older")
     (tmp_path / "chat_template.jinja").unlink()
     for bad in (3, [{"name": "rag", "template": "x"}, {"name": "default"}], "\ufdd0"):
-        with pytest.raises(UserError, match="is damaged: needs a text"):
+        with pytest.raises(UserError, match="is damaged: it must be a text"):
             found(bad)
 
 

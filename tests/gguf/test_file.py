@@ -47,8 +47,8 @@ TENSOR = text(b"a") + struct.pack("<IQ", 1, 32)
 DAMAGED = [
     (b"", "is not a GGUF file"),
     (b"GGUF\x03\0", "is damaged within its header"),
-    (header(version=1), "has version 1 of GGUF: needs 3, little-endian"),
-    (header(version=3 << 24), "needs 3, little-endian"),  # the other byte order
+    (header(version=1), "has version 1 of GGUF: jaxgpt reads 3, little-endian"),
+    (header(version=3 << 24), "jaxgpt reads 3, little-endian"),  # the other byte order
     (header(tensors=2**60), "is damaged within its header"),
     *(
         (header(text(b"a"), ARRAY, kind, LONG, fields=1), "is damaged within its header")
@@ -58,7 +58,7 @@ DAMAGED = [
     (header(text(b"\xff"), fields=1), "is damaged within its header"),  # not UTF-8
     (header(text(b"a"), b"\xff" * 4, tensors=1), "is damaged within its header"),  # 4294967295 dimensions
     (header(text(b"a"), struct.pack("<I5QIQ", 5, *[1] * 5, 0, 0), b"\0" * 32, tensors=1), "before the end of a"),
-    (header(TENSOR, struct.pack("<IQ", 12, 0), tensors=1), "a has dtype 12 of ggml, needs one of F32, F16, BF16, Q8_0"),
+    (header(TENSOR, struct.pack("<IQ", 12, 0), tensors=1), "a has dtype 12 of ggml: jaxgpt reads F32, F16, BF16, Q8_0"),
     (header(TENSOR, struct.pack("<IQ", 0, 2**63), tensors=1), "ends before the end of a"),
     (header(text(b"a"), struct.pack("<IQQIQ", 2, 2**63, 2**63, 0, 0), tensors=1), "before the end of a"),
 ]
@@ -92,7 +92,7 @@ SQUARE = np.ones((32, 32), np.float32)
 
 def test_files_that_lie_are_refused(write):
     for fields, tensors, said in (
-        ({"general.architecture": "bert"}, {}, "general.architecture='bert' is unknown: needs one of gpt2, llama"),
+        ({"general.architecture": "bert"}, {}, "general.architecture='bert' is unknown: jaxgpt reads gpt2, llama"),
         ({"tokenizer.ggml.model": "gpt2"}, {}, "it was not written by jaxgpt export"),
         ({"qwen2.block_count": 512}, {}, "block_count=512, but there are 26 tensors"),
         ({"qwen2.block_count": "1"}, {}, "n_layer='1': needs a whole number"),

@@ -246,7 +246,7 @@ def test_what_llama_cpp_does_not_have(trained):
 JSON = "tokenizer.huggingface.json"
 DAMAGED = {
     "tokens is missing": {"tokenizer.ggml.tokens": None},
-    "needs a list of texts": {"tokenizer.ggml.tokens": ["a", 3]},
+    "must be a list of texts": {"tokenizer.ggml.tokens": ["a", 3]},
     "neither the 256 bytes nor characters": {"tokenizer.ggml.model": "rwkv"},
     "vocab_size=None: needs a whole number": {"tokenizer.ggml.model": "none"},
     "is int": {JSON: 3},

@@ -115,8 +115,8 @@ OLD_LINEAR = {"type": "linear", "factor": 4.0}
         ("gemma3_text", dict(rope_parameters=LINEAR | THETA), FULL),
         # Windows.
         ("mistral", {"layer_types": [SLIDING, FULL]}, "layer_types"),
-        ("gemma3_text", dict(sliding_window=None, layer_types=[SLIDING, FULL]), "needs the size of a window"),
-        ("qwen2", dict(use_sliding_window=False, layer_types=[SLIDING, SLIDING]), "needs the size of a window"),
+        ("gemma3_text", dict(sliding_window=None, layer_types=[SLIDING, FULL]), "give the size of a window"),
+        ("qwen2", dict(use_sliding_window=False, layer_types=[SLIDING, SLIDING]), "give the size of a window"),
         ("gemma2", dict(num_hidden_layers=3, layer_types=[FULL, SLIDING, FULL]), "layer_types has no period"),
         ("llama", dict(vocab_size=None), "it has no vocab_size"),
         # GELU is the exact one, but for the first Gemma.

@@ -164,24 +164,24 @@ def test_a_heatmap_names_its_rows_and_columns(tmp_path):
     assert axes.images[0].get_clim() == (-2.0, 2.0)
 
 
-DECOMPOSE = "the logits are not a sum of what each part writes; needs 'pre' and None"
+DECOMPOSE = "the logits are not a sum of what each part writes. Give a model with 'pre' and None"
 
 
 def test_what_an_analysis_refuses_is_one_clear_line():
     for call, args, how, words in (
         (ablate_all, [ROWS], {"by": "median"}, "by='median': needs zero or mean"),
-        (ablate_all, [ROWS[:1]], {}, "1 row: needs at least 2 for an interval"),
-        (ablate_all, [ROWS], {"mask_BT": MASK[:, 1:]}, r"mask of shape \[3, 7\]: needs \[3, 8\], with a target in"),
+        (ablate_all, [ROWS[:1]], {}, "1 row: give at least 2 for an interval"),
+        (ablate_all, [ROWS], {"mask_BT": MASK[:, 1:]}, r"mask of shape \[3, 7\]: give \[3, 8\], with a target in"),
         (ablate_all, [ROWS], {"mask_BT": MASK & (MASK.sum(1, keepdims=True) > 3)}, "with a target in each row"),
         (patch, [INTO, SOURCE, "head", difference], {}, "place='head': needs one of queries, keys"),
-        (patch, [INTO, SOURCE[:4], "heads", difference], {}, r"tokens of shapes \[11\] and \[4\]: needs \[T\] twice"),
-        (patch, [INTO, SOURCE + 23, "heads", difference], {}, "tokens from .*: needs 0 to 22"),
-        (logit_attribution, [INTO, 3, 23], {}, "tokens 3 and 23: needs 0 to 22"),
+        (patch, [INTO, SOURCE[:4], "heads", difference], {}, r"tokens of shapes \[11\] and \[4\]: give \[T\] twice"),
+        (patch, [INTO, SOURCE + 23, "heads", difference], {}, "tokens from .*: give 0 to 22"),
+        (logit_attribution, [INTO, 3, 23], {}, "tokens 3 and 23: give 0 to 22"),
         (logit_attribution, [INTO, 3, 5], {"config": CONFIGS["sandwich"]}, DECOMPOSE),
         (logit_attribution, [INTO, 3, 5], {"config": GPTConfig(**SIZE, logit_softcap=9.0)}, DECOMPOSE),
         (induction_scores, [TOKENS], {"period": 5}, "period=5: the tokens do not repeat after 5"),
         (induction_scores, [TOKENS], {"period": 11}, "period=11: needs 2 to 10, so that the segment begins again"),
-        (previous_scores, [TOKENS[:, :1]], {}, "tokens of 1 per row: needs at least 2"),
+        (previous_scores, [TOKENS[:, :1]], {}, "tokens of 1 per row: give at least 2"),
     ):
         model, params = make(how.get("config", CONFIGS["gpt2"]))
         with pytest.raises(UserError, match=words):

@@ -137,15 +137,15 @@ def test_a_wrong_edit_is_one_clear_line(model_params):
         ([zero("units", 0, index=[1.5])], r"h_0/units, index=\[1.5\]: needs integers from 0 to 63"),
         ([zero("mlp", 0, positions=[16])], r"h_0/mlp, positions=\[16\]: needs integers from 0 to 15"),
         ([add("mlp", 0, vector=np.ones(15))], r"h_0/mlp: got an array of shape \[15\], needs \[1, 16\]"),
-        ([scale("mlp", 0, by=float("nan"))], "h_0/mlp: needs finite numbers"),
+        ([scale("mlp", 0, by=float("nan"))], "h_0/mlp: give finite numbers"),
         ([], "needs at least one set of edits that is not empty"),
     ):
         with pytest.raises(UserError, match=words) as e:
             run_each(model, params, TOKENS, [edits], lambda logits_BTV: logits_BTV)
         assert "\n" not in str(e.value)
-    with pytest.raises(UserError, match="read='h_x/mlp': needs the form h_0/heads"):
+    with pytest.raises(UserError, match="read='h_x/mlp': give the form h_0/heads"):
         run(model, params, TOKENS, read=["h_x/mlp"])
-    with pytest.raises(UserError, match=r"tokens from 0 to 23: needs 0 to 22"):
+    with pytest.raises(UserError, match=r"tokens from 0 to 23: give 0 to 22"):
         run(model, params, [[0, 23]])
     with pytest.raises(UserError, match="h_1/pattern: a pattern cannot be edited while text is generated"):
         generate_greedily(*edit(model, params, [zero("pattern", 1)]), [1, 2])

@@ -26,7 +26,7 @@ def test_the_jacobian_lens_is_the_mean_jacobian():
     jacobian = jax.jit(jax.jacrev(after))
     mean_DD = sum(jacobian(x_TD)[valid, :, valid].sum(axis=(0, 2)) for x_TD in stream_BTD) / (B * (T - 3))
     chex.assert_trees_all_close(found[1], mean_DD, rtol=1e-3, atol=1e-4)
-    with pytest.raises(UserError, match="skip_first=10 of 11 tokens: needs 0 to 9"):
+    with pytest.raises(UserError, match="skip_first=10 of 11 tokens: give 0 to 9"):
         fit_jacobian_lens(model, params, TOKENS, skip_first=10)
 
 
@@ -58,7 +58,7 @@ def test_a_probe_finds_what_is_linear_and_scores_it_on_other_rows():
     assert (logits_UC.argmax(axis=1) == linear_U[600:]).mean() == found.accuracy
     noise = fit_probe(x_UD, rng.integers(0, 2, 800))
     assert abs(noise.accuracy - 0.5) < 0.1
-    with pytest.raises(UserError, match=r"activations \[800, 6\], labels \[3\] int64: needs"):
+    with pytest.raises(UserError, match=r"activations \[800, 6\], labels \[3\] int64: give"):
         fit_probe(x_UD, [0, 1, 0])
-    with pytest.raises(UserError, match="1 rows with held_out=0.25: needs rows to fit and rows to score"):
+    with pytest.raises(UserError, match="1 rows with held_out=0.25: give rows to fit and rows to score"):
         fit_probe(x_UD[:1], [0])

@@ -219,7 +219,7 @@ def test_what_cannot_be_started_from_is_told(source, exported, tuned, text_file,
 
     refused("no directory at .*nowhere", tmp_path / "nowhere")
     lora = LoraConfig(rank=1, targets=("w", "c_gate"))
-    refused(r"lora.targets has w, c_gate: needs some of c_fc, c_proj, k, q, v", lora=lora)
+    refused(r"lora.targets has w, c_gate: give some of c_fc, c_proj, k, q, v", lora=lora)
     refused("lora.rank=8: needs less than 8, the full rank of h_0/attn/q", lora=LoraConfig(rank=8))
     other = tmp_path / "other.txt"
     other.write_text("ñandú " * 500)

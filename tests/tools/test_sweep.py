@@ -49,10 +49,10 @@ def test_what_is_given_for_over(text, axis):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("optim.learning-rate", "needs FIELD=LOW..HIGH or FIELD=A,B,C"),
+        ("optim.learning-rate", "give FIELD=LOW..HIGH or FIELD=A,B,C"),
         ("learning-rate=1..2", "there is no field 'learning_rate' (did you mean optim.learning_rate?)"),
         ("train.batch-size=1..8", "train.batch_size cannot vary: it changes the data, the tokens or the steps"),
-        ("optim.learning-rate=1e-1..1e-4", "needs LOW below HIGH"),
+        ("optim.learning-rate=1e-1..1e-4", "give LOW below HIGH"),
         ("model.n-layer=1.5..2", "model.n_layer='1.5': needs a whole number"),
     ],
 )

@@ -73,7 +73,7 @@ def evaluate_run(
     elif DataConfig(path=path).is_chat:
         encoded = list(encode_all(path, tokenizer, run.prompt_format.template))
         if not encoded:
-            raise UserError(f"{path} is empty: needs a conversation on each line")
+            raise UserError(f"{path} is empty: give a conversation on each line")
         ids, answers = (np.concatenate(parts) for parts in zip(*encoded, strict=True))
         if stride == block_size:  # which may be 131,072: logits of as many tokens fit no memory
             block_size = stride = min(block_size, max(len(one) for one, _ in encoded))
