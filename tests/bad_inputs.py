@@ -1,6 +1,6 @@
-"""The table of bad inputs: command lines, their environment, and what stderr must say when they are refused.
+"""List bad inputs: command lines, their environment, and what stderr must say when they are refused.
 
-`table()` puts the rows together; the files that they name are those of `bad_place`.
+`table()` puts the rows together. The files that they name are made by `bad_place`.
 """
 
 from tests.bad_models import MODELS

@@ -1,4 +1,4 @@
-"""Models in Hugging Face's format that will not do, and what is said of each: part of the table of bad inputs."""
+"""List damaged models in Hugging Face's format, with the message for each: part of the table of bad inputs."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Models that are no networks: against sums by hand."""
+"""The baselines that are not networks, compared with sums by hand."""
 
 import json
 import math

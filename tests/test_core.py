@@ -1,4 +1,4 @@
-"""The core alone: it trains and samples where nothing but jax, flax and optax can be imported."""
+"""The core by itself: it trains and samples where only jax, flax and optax can be imported."""
 
 from tests.helpers import run_command
 

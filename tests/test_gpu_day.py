@@ -1,4 +1,4 @@
-"""experiments/benchmarks/gpu.py: every part, shrunken, on CPU; and what an interruption leaves."""
+"""experiments/benchmarks/gpu.py: every part, shrunk, on CPU, and what an interruption leaves."""
 
 import json
 import sys

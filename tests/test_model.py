@@ -1,4 +1,4 @@
-"""Laws of the whole model, over a grid of architectures."""
+"""Invariants of the whole model, over a grid of architectures."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Scaling laws: the fit of known laws, what a plan holds, and a prediction that is older than the run that tests it."""
+"""Scaling laws: the fit of known laws, what a plan holds, and a prediction made before the run that tests it."""
 
 import dataclasses
 import functools

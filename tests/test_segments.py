@@ -1,4 +1,4 @@
-"""Several documents in a row: each is what it would be alone, for every kernel and kind of model."""
+"""Several documents in a row: each gives the same result as in a row of its own, for every kernel and kind of model."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Laws of the step: accumulation, resumption, donation, recompilation, and learning at all."""
+"""Invariants of the step: accumulation, resumption, donation, recompilation, and that it learns."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Files that need not be trusted: nothing unpickles, nothing crashes, nothing is allocated that is not there."""
+"""Untrusted files: nothing is unpickled, nothing crashes, and no memory is allocated for data that is not there."""
 
 import ast
 import dataclasses

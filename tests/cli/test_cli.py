@@ -1,4 +1,4 @@
-"""The command line in a subprocess: what is printed where, and how mistakes are told."""
+"""The command line in a subprocess: what is printed where, and how mistakes are reported."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""What the command line says, and where: streams that are closed, full or know ASCII alone, and what a shell reads."""
+"""What the command line says, and where: on streams that are closed, full or ASCII only, and to a shell."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Configuration: every field validated, in words that name both numbers; JSON and back."""
+"""Configuration: every field is validated, with both numbers in the message, and survives JSON."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""One law for conversations: a run is asked by the tokens that it was trained on."""
+"""An invariant of conversations: a run is prompted with the tokens that it was trained on."""
 
 import hashlib
 import json

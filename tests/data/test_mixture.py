@@ -1,4 +1,4 @@
-"""Mixtures: row n is a function of n, in exact proportions, and each source is as it would be alone."""
+"""Mixtures: row n is a function of n, in exact proportions, and each source is read as without the others."""
 
 import dataclasses
 import itertools

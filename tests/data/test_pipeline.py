@@ -1,4 +1,4 @@
-"""Laws of the data order: a pure function of (seed, step), without replacement, complete."""
+"""Invariants of the data order: a pure function of (seed, step), without replacement, complete."""
 
 import hashlib
 import itertools

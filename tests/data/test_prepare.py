@@ -1,4 +1,4 @@
-"""`jaxgpt prepare`: the same bytes from any format, with any number of workers, after kills; one line for bad input."""
+"""`jaxgpt prepare`: the same bytes from any format, with any number of workers, after kills. Bad input gets one line."""
 
 import dataclasses
 import errno

@@ -1,4 +1,4 @@
-"""Token files of others: what is wrong with one is told by its name, before the first step."""
+"""Token files of other programs: a message names a bad file, and what is wrong with it, before the first step."""
 
 import dataclasses
 import pickle

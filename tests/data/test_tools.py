@@ -1,4 +1,4 @@
-"""Tools: what a template writes is what is read back, and nothing else is taken for a call."""
+"""Tools: a call is read back as the template wrote it, and nothing else is taken for a call."""
 
 import itertools
 import json

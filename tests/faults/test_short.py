@@ -1,4 +1,4 @@
-"""The fault harness and the soak in their short forms; the long ones are commands of their own."""
+"""The fault harness and the soak in their short forms. The long ones are commands of their own."""
 
 import pytest
 

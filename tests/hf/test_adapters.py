@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: what PEFT adds to the tensors of a base is what a merge here would have made of them."""
+"""Adapters in PEFT's format: PEFT adds to a base what a merge here would add."""
 
 import dataclasses
 import importlib.util

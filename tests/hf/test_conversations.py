@@ -1,4 +1,4 @@
-"""A run that has learnt to answer answers elsewhere as it does here."""
+"""A run that was trained on conversations gives the same answers in transformers as here."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Runs become directories that others open, their directories become runs, and nothing is lost on the way."""
+"""Export and import: other programs open our directories, we open theirs, and nothing is lost."""
 
 import dataclasses
 import functools

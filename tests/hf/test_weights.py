@@ -1,4 +1,4 @@
-"""Which numbers are read from the files of a model, and which are not."""
+"""Weights: which tensors are read from the files of a model, and which are refused."""
 
 import json
 

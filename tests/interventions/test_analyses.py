@@ -1,4 +1,4 @@
-"""The analyses equal the same edits made by hand, and what they refuse is one clear line."""
+"""The analyses equal the same edits made by hand, and refuse bad arguments in one clear line."""
 
 import dataclasses
 

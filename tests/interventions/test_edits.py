@@ -1,4 +1,4 @@
-"""Interventions: each place, equal to the same arithmetic by hand; text generated under them; what is refused."""
+"""Interventions: each place equals the same arithmetic by hand, text is generated under edits, and some are refused."""
 
 import functools
 

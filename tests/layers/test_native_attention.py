@@ -1,4 +1,4 @@
-"""The C++ kernel: equal to the plain one, in values and gradients, whatever the mask; built once; absent without noise."""
+"""The C++ kernel: it equals the plain one, in values and gradients, whatever the mask, and is built once if it can be."""
 
 import functools
 

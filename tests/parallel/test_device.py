@@ -1,4 +1,4 @@
-"""What devices can do and what is chosen for them: by stand-ins for those that are not here."""
+"""What devices can do and what is chosen for them, with stand-ins for devices that are not here."""
 
 import itertools
 import types

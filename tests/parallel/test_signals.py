@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first saves, the second leaves, and what was left out is made up for."""
+"""Ctrl-C and SIGTERM: the first saves, the second ends the process, and a resumed run catches up on what was left out."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""The modules of experiments/post, which are imported as Python imports what lies beside a program."""
+"""The modules of experiments/post, imported as Python imports the modules in a program's folder."""
 
 import importlib
 

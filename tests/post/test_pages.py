@@ -1,4 +1,4 @@
-"""experiments/post, from file to run: pairs, their reference, a teacher, and what cannot be."""
+"""experiments/post, from file to run: pairs, their reference, a teacher, and what is refused."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Bad numbers planted in real runs: they are skipped, found, told, and seen again by `replay`."""
+"""Bad numbers planted in real runs: they are skipped, found and reported, and `replay` sees them again."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved is what is read; what is damaged is found and named; a failed save says so."""
+"""Checkpoints: they are read as they were saved, damage is found and named, and a failed save is reported."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""What a run tells of its speed."""
+"""What a run logs about its speed."""
 
 import itertools
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Training that starts from weights that are there: all of them trained, or adapters alone."""
+"""Training from pretrained weights: of all parameters, or only of adapters."""
 
 import dataclasses
 import math

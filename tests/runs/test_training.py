@@ -1,4 +1,4 @@
-"""A run in training: its step is compiled in a thread, beside the making of the state."""
+"""A run in training: its step is compiled in a thread while the state is made."""
 
 import contextlib
 import dataclasses

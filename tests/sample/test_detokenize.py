@@ -1,4 +1,4 @@
-"""Pieces of text: nothing split, nothing shown that must not be, nothing lost."""
+"""Pieces of text: no character is split, no stop string is shown, and nothing is lost."""
 
 import contextlib
 

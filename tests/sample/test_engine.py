@@ -1,4 +1,4 @@
-"""Requests come and go, and none notices another."""
+"""Continuous batching: requests come and go, and no result depends on the others."""
 
 import dataclasses
 import functools

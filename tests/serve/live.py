@@ -1,4 +1,4 @@
-"""`jaxgpt serve` in a process of its own on a free port, for clients that are programs of others."""
+"""`jaxgpt serve` in a process of its own on a free port, for clients of other projects."""
 
 import contextlib
 import dataclasses

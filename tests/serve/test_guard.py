@@ -1,4 +1,4 @@
-"""Who may ask, how much, how long; and what happens to those who leave."""
+"""Who may ask, how much and how long, and what happens when a client leaves."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Steps of a run that are taken again: honest runs are accepted bit for bit, and what was changed in one is named."""
+"""Repeated steps of a run: honest runs are accepted bit for bit, and what was changed in a run is named."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Studies: the statistics against scipy's, the runs against runs by hand, and what is no comparison."""
+"""Studies: the statistics against scipy's, the runs against runs by hand, and what cannot be compared."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""The shelf is outside the package: its tests are slow ones, all but the one of its table."""
+"""The zoo is outside the package: all of its tests are slow ones, except for the test of its table."""
 
 from pathlib import Path
 

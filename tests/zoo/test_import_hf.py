@@ -1,4 +1,4 @@
-"""Weights of families that jaxgpt does not know, by the pages of experiments/zoo: logits are those of transformers."""
+"""Weights of families that jaxgpt does not know, by the pages of experiments/zoo: the logits equal transformers'."""
 
 import dataclasses
 import importlib

@@ -1,4 +1,4 @@
-"""What a module with a cache of its own must hold to."""
+"""The invariants of a module with a cache of its own."""
 
 import functools
 

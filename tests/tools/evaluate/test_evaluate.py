@@ -1,4 +1,4 @@
-"""Laws of the loss on text: of its windows, and of the units that it is told in."""
+"""Invariants of the loss on text: its windows, and the units in which it is reported."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness itself, on tasks that are made here, beside what the run says of the same continuations."""
+"""lm-evaluation-harness itself, on tasks that are made here, compared with the run on the same continuations."""
 
 import importlib.util
 import json
