@@ -1,4 +1,4 @@
-"""Profile a training step on CPU: where its milliseconds go, beside the limits of arithmetic and memory.
+"""Profile a training step on CPU: where its milliseconds go, compared with the limits of arithmetic and memory.
 
 Called by `training.py --profile`. XLA's thunks come from JAX's profiler, what they compute from the compiled program.
 Several thunks run at once, and some use all cores: the elapsed time of each instant is shared evenly among those that run

@@ -1,4 +1,4 @@
-"""Let systems take turns, alone and beside busy processes, and print their times side by side."""
+"""Let systems take turns, with and without busy processes, and print their times side by side."""
 
 import contextlib
 import statistics

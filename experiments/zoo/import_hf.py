@@ -1,4 +1,4 @@
-"""Read the weights of a model that transformers saved into a model of this shelf, by a table of names.
+"""Read the weights of a model that transformers saved into a model of the zoo, by a table of names.
 
 A page that brings a family has `import_rules(config.json) -> {"config": ..., "table": [Rule(...), ...]}`. Then
 python experiments/zoo/import_hf.py PAGE DIR RUN_DIR [TOKENIZER] makes a run of a model, for jaxgpt sample, evaluate, serve.

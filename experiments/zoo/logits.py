@@ -1,4 +1,4 @@
-"""What the objectives of this shelf share: a term of the training loss that reads the logits.
+"""What the zoo's objectives share: a term of the training loss that reads the logits.
 
 It is no page: `z_loss.py` and `label_smoothing.py` import it.
 """

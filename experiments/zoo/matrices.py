@@ -1,4 +1,4 @@
-"""What the optimisers of this shelf share: a rule for matrices of blocks, and jaxgpt's AdamW for all else.
+"""What the zoo's optimisers share: a rule for matrices of blocks, and jaxgpt's AdamW for all else.
 
 It is no page: `normuon.py` and `polar_express.py` import it.
 """

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads are made from one small vector, which alone is cached.
+"""Multi-head latent attention: keys and values of all heads are made from one small vector, and only this vector is cached.
 
 Question    How much does a model lose when each token leaves a latent of 16 numbers and a rotated key of 8 in the cache,
             where the baseline leaves 128 numbers per layer?

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: the mixture of experts of this shelf in a modern block, and the weights of that family.
+"""Qwen3-MoE: the zoo's mixture of experts in a modern block, and the weights of that family.
 
 Question    Can a family that jaxgpt does not know be imported from a page, without a change of the package?
 Reference   Qwen team 2025, arXiv:2505.09388; config.json and names of tensors as transformers 5 writes them.

@@ -1,4 +1,4 @@
-"""Qwen3-Next from pages of this shelf, with the weights of transformers: a new family without a change of the package.
+"""Qwen3-Next from pages of the zoo, with the weights of transformers: a new family without a change of the package.
 
 Question    Are gated DeltaNet and the mixture of experts, put together, the model that others have trained?
 Reference   Qwen3-Next, https://qwen.ai/blog?id=qwen3_next, September 2025; its code in transformers, models/qwen3_next.

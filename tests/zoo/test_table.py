@@ -1,4 +1,4 @@
-"""docs/zoo.md: a row for every page of the shelf, with the parameters that its variants have."""
+"""docs/zoo.md: a row for every page of the zoo, with the parameters that its variants have."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""A row of the table."""
+"""A row of the table that `gpu.py` prints."""
 
 import dataclasses
 import statistics

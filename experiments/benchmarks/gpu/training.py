@@ -1,4 +1,4 @@
-"""Training speed of GPT-2 124M beside nanoGPT's with torch.compile, in turns on the same device."""
+"""Training speed of GPT-2 124M compared with nanoGPT's with torch.compile, in turns on the same device."""
 
 import functools
 import importlib.util

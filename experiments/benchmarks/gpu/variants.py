@@ -1,4 +1,4 @@
-"""The options of the training step that trade memory for speed, each beside the step as it is by default."""
+"""The options of the training step that trade memory for speed, each compared with the default step."""
 
 import functools
 import time
