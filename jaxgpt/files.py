@@ -176,7 +176,7 @@ def open_whole(path: Path) -> Iterator[BinaryIO]:
 
     Its directory must exist. A link at `path` is replaced, and its target is unchanged.
     """
-    # Not with `mkstemp`: only the owner can read its files, whatever the umask is.
+    # `mkstemp` is not used, because only the owner can read its files, whatever the umask is.
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         with open(partial, "xb") as f:

@@ -170,5 +170,5 @@ class Layers(nn.Module):
     compute: Compute
 
     def setup(self) -> None:
-        """Create it."""
+        """Create the block."""
         self.block = self.config.make_block(0, self.compute)

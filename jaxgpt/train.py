@@ -103,8 +103,7 @@ def train_step(
     there is "median", the median of the norms before the step.
 
     Args:
-        key: the run's key. Dropout in step t uses `fold_in(key, t)`, so that a resumed run draws what an uninterrupted
-            one would.
+        key: the run's key. Dropout in step t uses `fold_in(key, t)`, so that a resumed run draws the same numbers.
         loss_fn: the loss to minimise, such as `loss.make_loss` returns.
         optimizer: any Optax transformation.
         schedule: the optimizer's learning rate by the number of steps taken.

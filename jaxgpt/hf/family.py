@@ -179,7 +179,7 @@ def rope(
 ) -> ConfigRule:
     """Return the rule for rotations.
 
-    transformers 4 has `rope_theta` and `rope_scaling`, 5 has `rope_parameters`. Both are written. Read is what
+    transformers 4 has `rope_theta` and `rope_scaling`, 5 has `rope_parameters`. Both are written. The rule reads what
     transformers 5 reads: `rope_scaling` if there is one, else `rope_parameters`, and other keys for what they lack.
 
     Args:

@@ -1,6 +1,6 @@
 """Read and write safetensors files, and convert their tensors to our parameters and back by the rules of a family.
 
-One tensor at a time: memory holds the model and one more tensor.
+They are converted one at a time, so that memory holds the model and one more tensor.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ def write(directory: Path, tensors: dict[str, Tensor], shard: int = SHARD) -> No
 def write_file(file: Path, tensors: dict[str, Tensor]) -> None:
     """Write the format (https://huggingface.co/docs/safetensors): length of the header, JSON header, elements.
 
-    Not with the library, because it needs all tensors in memory at once.
+    The library is not used, because it needs all tensors in memory at once.
     """
     head: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
     at = 0

@@ -38,7 +38,7 @@ class Compute(NamedTuple):
 
 
 class Block(nn.Module):
-    """A block, x_BTD -> x_BTD, of what `config` makes. See `GPTConfig.norm_position` and `parallel_residual`.
+    """A block, x_BTD -> x_BTD, with the parts that `config` makes. See `GPTConfig.norm_position` and `parallel_residual`.
 
     `layer` is the block's number from 0, with scan_layers 0 for all of them.
     """

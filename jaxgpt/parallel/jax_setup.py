@@ -38,7 +38,7 @@ def configure_jax(*, computes: bool = True) -> None:
     """Set up the process, once. Every command, `jaxgpt.fit` and `jaxgpt.load` call this first. A notebook may.
 
     No backend is started, since several processes must connect first. Environment variables that are set already win,
-    and `JAXGPT_SETUP=0` leaves the process as it is. Warns if JAX has already started on a CPU with fused reductions.
+    and `JAXGPT_SETUP=0` leaves the process as it is. Warns if JAX has started on a CPU with fused reductions.
 
     Args:
         computes: False if arrays are only read and written, in host memory, where models fit that no device can hold.

@@ -118,7 +118,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Import modules of a `Code`, and others of its folder, under names of their own."""
 
     def __init__(self, code: Code, others: bool):
-        """Begin. With `others`, find also files of the folder that no import statement names."""
+        """Take the code. With `others`, find also files of the folder that no import statement names."""
         self.code, self.others, self.served = code, others, set[str]()
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:

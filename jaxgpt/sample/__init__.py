@@ -39,20 +39,20 @@ class Sampling:
 
     # below 1 is safer, above 1 bolder, 0 (below 1e-6) greedy. None means 1, or a run's train.sample_temperature
     temperature: NonNegativeFloat | None = None
-    # draw from the k most likely tokens (Fan et al. 2018, arXiv:1805.04833). None draws from all
+    # draw from the k most likely tokens (Fan et al. 2018, arXiv:1805.04833). None means from all
     top_k: PositiveInt | None = None
-    # draw from the smallest set of tokens with this much probability (Holtzman et al. 2019, arXiv:1904.09751). None draws from all
+    # draw from the smallest set of tokens with this much probability (Holtzman et al. 2019, arXiv:1904.09751). None means from all
     top_p: Annotated[float, Interval(ge=0, le=1)] | None = None
-    # draw from tokens at least this likely relative to the most likely (Nguyen et al. 2024, arXiv:2407.01082). None draws from all
+    # draw from tokens at least this likely relative to the most likely (Nguyen et al. 2024, arXiv:2407.01082). None means from all
     min_p: Annotated[float, Interval(ge=0, le=1)] | None = None
     # draw from the tokens with a surprise nearest to the expected one, with this much probability together (Meister et al.
-    # 2022, arXiv:2202.00666). None draws from all
+    # 2022, arXiv:2202.00666). None means from all
     typical_p: Annotated[float, Interval(gt=0, le=1)] | None = None
-    # above 1, tokens of prompt and completion become less likely (Keskar et al. 2019, arXiv:1909.05858). None is no penalty
+    # above 1, tokens of prompt and completion become less likely (Keskar et al. 2019, arXiv:1909.05858). None means no penalty
     repetition_penalty: Annotated[float, Interval(ge=1e-6, le=1e6)] | None = None
-    # taken from a token's logit for each time that the completion has it, as in OpenAI's interface. None is no penalty
+    # taken from a token's logit for each time that the completion has it, as in OpenAI's interface. None means no penalty
     frequency_penalty: Penalty | None = None
-    # taken once from the logit of each token that the completion has. None is no penalty
+    # taken once from the logit of each token that the completion has. None means no penalty
     presence_penalty: Penalty | None = None
     # pairs of a token id and what is added to its logit, -100 to 100: -100 bans it
     logit_bias: tuple[tuple[int, float], ...] = ()

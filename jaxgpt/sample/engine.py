@@ -96,12 +96,12 @@ class Engine:
             model: a GPT. With `params`, see `for_decoding`.
             params: its parameters.
             slots: requests that are decoded together.
-            vocab_size: ids from it on are never drawn. None means all may be.
+            vocab_size: ids from this number on are never drawn. None means that all may be drawn.
             cache_dtype: the dtype of keys and values. None means the model's.
             columns: tokens that a slot has room for, at most the context. None means the context.
             max_stops: stop tokens that a request may have.
             prefix_bytes: host memory for keys and values of prompts, which later prompts with the same beginning reuse.
-            slides: at the end of the context go on, with the window of `generate`, and not end the completion.
+            slides: whether to go on at the end of the context, with the window of `generate`, or to end the completion.
             resizes: compute 1, 2, 4, ... rows, as many as are occupied, and not one for each slot. Few take less time, but
                 a logit may be rounded differently together with other requests.
         """
@@ -344,7 +344,7 @@ def generate(
         sampling: filters of the logits. None means the model's own distribution.
         stop_tokens: a row ends before the first of these that it draws.
         logprobs: also return log-probabilities of generated and prompt tokens.
-        vocab_size: ids from it on are never drawn, for a vocabulary padded beyond the tokenizer's. None means all.
+        vocab_size: ids from this number on are never drawn, for a vocabulary padded beyond the tokenizer's. None means all.
         cache_dtype: the dtype of keys and values. None means the model's. "int8" takes a quarter of float32's memory.
         bucket: the cache has room for `bucket` tokens, or twice that, or four times: other lengths rarely recompile.
         slots: prompts that are decoded together. None means all. Another number may round a logit differently.

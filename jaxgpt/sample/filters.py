@@ -61,7 +61,7 @@ class SamplingRows(flax.struct.PyTreeNode):
         return ((self.repetition_B != 1) | (self.frequency_B != 0) | (self.presence_B != 0)).any()
 
     def where(self, active_B: jax.Array) -> SamplingRows:
-        """Return the rows with those that are not active greedy and without filters, so that none runs for them."""
+        """Return the rows, with inactive ones greedy and without filters, so that no filter runs for them."""
         idle = SamplingRows.stack([Sampling(greedy=True)])
         return jax.tree.map(
             # The biases themselves are read for a row that is biased, and else cost nothing.
@@ -131,7 +131,7 @@ class SamplingRows(flax.struct.PyTreeNode):
 def draw(weights_BV: jax.Array, keys_B: jax.Array) -> jax.Array:
     """Draw token_B, int32, in proportion to each row's weights, with the row's key. Weight 0 is never drawn.
 
-    Inverts the cumulative sum with one random number per row, 1 to 2 ms on CPU for GPT-2's 50,257 tokens. The Gumbel
+    It inverts the cumulative sum with one random number per row, 1 to 2 ms on CPU for GPT-2's 50,257 tokens. The Gumbel
     trick of `jax.random.categorical` needs V random numbers per row, and takes 6 ms.
     """
     cumulative_BV = jnp.cumsum(weights_BV, axis=-1)

@@ -42,8 +42,8 @@ def speculate(
 ) -> Iterator[list[int]]:
     """Yield the completion of one prompt as lists of new ids.
 
-    One prompt, since the rows of a batch would accept different numbers of tokens. The completion depends only on the
-    prompt and the key. Unless greedy, it is not the one that `generate` draws with this key.
+    There is one prompt, since the rows of a batch would accept different numbers of tokens. The completion depends only
+    on the prompt and the key. Unless greedy, it is not the one that `generate` draws with this key.
 
     Args:
         model: a GPT.

@@ -296,7 +296,7 @@ class Deadlines(H11Protocol):
         self._timer = self.loop.call_later(STALLED, self._look)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Look no more."""
+        """Stop looking at the connection."""
         self._timer.cancel()
         super().connection_lost(exc)
 

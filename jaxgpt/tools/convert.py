@@ -55,7 +55,7 @@ def import_model(
 ) -> Source:
     """Write a model into a new run directory, for sampling, evaluation and export: whole or not at all.
 
-    Holds the model and one more tensor in memory.
+    Memory holds the model and one more tensor.
 
     Args:
         name: directory of a model in Hugging Face's format, its id on the Hub, or a FILE.gguf that `export_gguf` wrote.
@@ -124,7 +124,7 @@ def _load_to_export(metadata: RunMetadata, model_type: str | None) -> tuple[Run,
 def export_gguf(run: str | Path | None, out: str | Path, *, dtype: str | None = None) -> Path:
     """Write the parameters, the architecture, the tokenizer and its chat template as one GGUF file.
 
-    Holds the model and one more tensor in memory.
+    Memory holds the model and one more tensor.
 
     Args:
         run: directory of the run. None means the newest under `runs/`.

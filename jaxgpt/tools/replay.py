@@ -174,14 +174,14 @@ def audit(
     tolerance: Fraction = 0.0,
     say: Callable[[str], None] = lambda text: None,
 ) -> AuditResult:
-    """Check a run's numbers by repeating random steps.
+    """Check a run's numbers by taking random steps again.
 
     They are compared with the log and the checkpoints, bit for bit. The SHA-256 of configuration, data and checkpoints
     are compared, and the last validation loss is measured again. Exit status 1: something differs.
 
     Args:
         run: run directory, by default the newest under runs/
-        steps: most steps to repeat, by default 3.5% of them. As many as the run has means all
+        steps: most steps to repeat, by default 3.5% of them. To repeat all, give as many as the run has
         seed: seed of the random draw, by default a new one each time
         data: the text, if it is elsewhere now, by default where the run read it
         tolerance: relative difference to accept, for a run of other hardware or versions. 0 accepts only equal bits

@@ -163,7 +163,7 @@ def _length(x_TD: jax.Array) -> np.ndarray:
 def _guess(
     model: EditedGPT, params: Params, streams_LBTD: jax.Array, tokens_T: jax.Array, vocab_size: int | None
 ) -> tuple[jax.Array, ...]:
-    """Return the fields of `Guess` for each stream. Sequential, so that the logits of only one layer are in memory."""
+    """Return the fields of `Guess` for each stream, one by one, so that the logits of only one layer are in memory."""
 
     def guess(x_BTD: jax.Array) -> tuple[jax.Array, ...]:
         logits_BTV: Any = model.apply({"params": params}, x_BTD, method="predict")
