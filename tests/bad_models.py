@@ -30,7 +30,7 @@ MODELS = [
     ("activation", "activation_function='swish': needs one of gelu_new"),
     ("quantised", "its weights are quantised"),
     ("all_at_once", "missing transformer.h.0-1.ln_2.bias; unknown adapter; transformer.wpe.weight is [4, 8]"),
-    ("integers", "transformer.wpe.weight holds I32, and jaxgpt reads F32, F16, BF16"),
+    ("integers", "transformer.wpe.weight holds I32, jaxgpt reads F32, F16, BF16"),
     ("cut", "model.safetensors is not a valid safetensors file"),
     ("long_head", "model.safetensors is not a valid safetensors file"),
     ("enormous", "model.safetensors is not a valid safetensors file"),

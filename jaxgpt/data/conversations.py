@@ -110,7 +110,7 @@ def tokenise(written: Written, tokenizer: Tokenizer) -> tuple[np.ndarray, np.nda
         start, end = at[n]
         start += max(written.text[start:end].find(specials[int(ids[n])]), 0)  # skip spaces that the token may include
         end = start + len(specials[int(ids[n])])
-        content = bisect.bisect_right(ends, start)  # the first that ends after the start, since contents follow each other
+        content = bisect.bisect_right(ends, start)  # the first that ends after the start. They follow each other
         if content < len(ends) and written.contents[content][0] < end:
             forged = True
         else:

@@ -90,7 +90,7 @@ def read_mixture(path: str | None) -> dict[str, float]:
     if path.endswith("mixture.json"):
         values = read_json(path, 2**20)
         if not isinstance(values, dict) or not values:
-            raise UserError(f'{path}: it must be an object of sources and weights, such as {{"a.txt": 0.7, "b.txt": 0.3}}')
+            raise UserError(f'{path}: give an object of sources and weights, such as {{"a.txt": 0.7, "b.txt": 0.3}}')
         pairs = [(name if "://" in name else str(Path(path).parent / name), w) for name, w in values.items()]
     else:
         found = {part: WEIGHTED.fullmatch(part) for part in path.split(",")}

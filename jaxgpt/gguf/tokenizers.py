@@ -188,7 +188,7 @@ def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
         # llama.cpp would print U+2581 of a token that the user defined, and merges make it anyway.
         kinds |= {i: NORMAL for i, text in tokens.items() if kinds[i] == USER_DEFINED and SPACE in text}
         _check_merges([text for i, text in tokens.items() if kinds[i] == NORMAL], {*merges}, vocab)
-        ranks = {left + right: rank for rank, (left, right) in reversed([*enumerate(merges)])}  # each token's first merge
+        ranks = {left + right: rank for rank, (left, right) in reversed([*enumerate(merges)])}  # the first merge
         fields["scores"] = [-float(ranks.get(tokens.get(i, ""), len(merges))) for i in range(vocab_size)]
     fields["tokens"] = [tokens.get(i, f"[PAD{i}]") for i in range(vocab_size)]
     fields["token_type"] = [kinds.get(i, UNUSED) for i in range(vocab_size)]
@@ -201,7 +201,7 @@ def _check_merges(texts: list[str], merges: set[tuple[str, ...]], vocab: Mapping
     """Raise `UserError` if two neighbours make a token of `texts`, and not by a merge."""
     for text in texts:
         if len(text) > LONGEST:  # all its cuts would be a square of that
-            raise UserError(f"the token {short(text)} has {len(text):,} characters: give a tokenizer with at most {LONGEST:,}")
+            raise UserError(f"the token {short(text)} has {len(text):,} characters: at most {LONGEST:,} are supported")
         for pair in [(text[:cut], text[cut:]) for cut in range(1, len(text))]:
             if pair not in merges and all(len(part) == 1 or part in vocab for part in pair):
                 _refuse(f"byte fallback, and no merge of {short(pair[0])} and {short(pair[1])}")

@@ -194,7 +194,7 @@ def rope(
         if local is None:
             newer = older or _read_object(hf, "rope_parameters")
         elif not isinstance(newer, dict) or newer.keys() - {FULL, SLIDING}:
-            raise UserError(f"rope_parameters={short(newer)}: it must have {FULL} and {SLIDING}, with an object for each")
+            raise UserError(f"rope_parameters={short(newer)}: it must have {FULL} and {SLIDING}, each an object")
         else:
             nested = {THETA: _get(hf, local, 10_000.0)} | _read_object(newer, SLIDING)
             newer, more = _read_object(newer, FULL) | older, {"rope_local_theta": nested[THETA]}

@@ -175,7 +175,7 @@ def check(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None
         extra -= {rule.theirs for rule in family.weight_rules if rule.ours == HEAD}
     there = [(name, tensors[name], shape) for name, shape in wanted.items() if name in tensors]
     misshapen = [f"{n} is {list(x.shape)}, the configuration implies {list(s)}" for n, x, s in there if x.shape != s]
-    misshapen += [f"{n} holds {x.kind}, and jaxgpt reads {', '.join(DTYPES)}" for n, x, _ in there if x.kind not in DTYPES]
+    misshapen += [f"{n} holds {x.kind}, jaxgpt reads {', '.join(DTYPES)}" for n, x, _ in there if x.kind not in DTYPES]
     missing = wanted.keys() - tensors.keys()
     problems = [f"{word} {summarize_names(n)}" for word, n in (("missing", missing), ("unknown", extra)) if n]
     if problems := problems + misshapen:

@@ -189,7 +189,7 @@ def test_a_mixture_is_spelled_in_words_in_a_string_and_in_a_file(tmp_path):
         ("empty.txt:0.5,b.txt:0.5", "empty.txt is empty"),
         ("nowhere.txt:0.5,b.txt:0.5", "no file or folder at nowhere.txt"),
         ("nowhere/mixture.json", "cannot read nowhere/mixture.json"),
-        ("list-mixture.json", "must be an object of sources and weights"),
+        ("list-mixture.json", "give an object of sources and weights"),
         ("word-mixture.json", "the weight of a='much': needs a number"),
     ],
 )

@@ -372,7 +372,7 @@ def _read_collective(x: Instruction, times: int, devices: int) -> Collective | N
         return None
     kind = "collective-permute" if transfer == "ONE_TO_ONE" else transfer.lower().replace("_", "-")
     ids = re.split(",|->", x.attribute(r'_megascale_target="?\{+([\d,]+|\d+->\d+)\}'))
-    slices = [(int(n) // 100_000 or int(n)) - 1 for n in ids]  # slices count from 1, and each begins another 100,000 ids
+    slices = [(int(n) // 100_000 or int(n)) - 1 for n in ids]  # counted from 1, with 100,000 ids for each
     part = x.arrays[0]
     return Collective(
         kind=kind,
