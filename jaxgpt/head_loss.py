@@ -1,4 +1,4 @@
-"""Next-token cross-entropy of hidden states, without the logits of all tokens in memory at once."""
+"""Compute the next-token cross-entropy of hidden states without the logits of all tokens in memory at once."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""Text, token by token: the shortest way from a model to its words. `sample` has the engine, with a cache."""
+"""Generate text token by token, as shortly as it can be written. `sample` has the engine, with a cache."""
 
 import functools
 from typing import Any

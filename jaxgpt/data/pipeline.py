@@ -1,4 +1,4 @@
-"""Make datasets and their batches, a pure function of (seed, step), read ahead by a thread of Grain's."""
+"""Read the batches of a dataset, a pure function of (seed, step), ahead of the run by a thread of Grain's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describe tools, the functions that a model may call, and read its calls, in the form of OpenAI's requests.
+"""Describe tools, the functions that a model may call, and read calls of them, in the form of OpenAI's requests.
 
 The chat template decides how a call is written, and `offer_tools` learns it from a call that it writes. Templates
 of our own write tools, calls and results as texts, as Hermes and Qwen do::

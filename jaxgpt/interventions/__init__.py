@@ -1,4 +1,4 @@
-"""Change activations while the model computes, and see what becomes of its output."""
+"""Change activations while the model computes, and see how its output changes."""
 
 from jaxgpt.interventions.analyses import Ablations as Ablations
 from jaxgpt.interventions.analyses import Attribution as Attribution

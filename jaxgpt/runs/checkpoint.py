@@ -1,4 +1,4 @@
-"""Checkpoints: saved in the background by Orbax, sealed with a manifest, verified before they are restored.
+"""Save checkpoints in the background by Orbax, seal each with a manifest, and verify it before it is restored.
 
 - `checkpoints/20/state/params`, `rest`: arrays, so that sampling does not read the optimiser's state
 - `checkpoints/20/manifest.json`: size and SHA-256 of each file, since Orbax loads flipped bits without an error

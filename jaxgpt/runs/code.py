@@ -1,4 +1,4 @@
-"""The code of an experiment's own classes: run from a file, kept in a run directory, trusted by its digest.
+"""Run the code of an experiment's own classes from a file, keep it in a run directory, and trust it by its digest.
 
 A file is run as `python FILE` runs it, except that its modules are called NAME@DIGEST in `sys.modules`: two versions of
 a module, or two files of one name, are there at the same time, and each class finds the module that it comes from.

@@ -1,4 +1,4 @@
-"""Hold what decoding remembers of earlier tokens: a value that it takes and returns, mostly keys and values.
+"""Cache what decoding needs of earlier tokens: a value that it takes and returns, mostly keys and values.
 
 Each row of the batch is a ring of S columns: the token at position p lies in column p % S, whatever the other rows hold.
 Only a query's position decides what it attends to, so that columns without a token of this sequence need neither zeros

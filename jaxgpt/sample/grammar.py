@@ -1,4 +1,4 @@
-"""Structure output by llguidance: what a completion must match becomes a mask of the next token.
+"""Constrain completions by llguidance: what a completion must match becomes a mask of the next token.
 
 llguidance was chosen over xgrammar and outlines-core: one wheel of 3 MB for every Python, without dependencies, and the
 broadest support of JSON Schema. The host computes a mask before each step, in microseconds.

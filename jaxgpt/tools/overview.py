@@ -1,4 +1,4 @@
-"""List all runs below a directory. Imports no jax, so that hundreds are listed in less than a second."""
+"""List all runs below a directory. No jax is imported, so that hundreds are listed in less than a second."""
 
 from __future__ import annotations
 

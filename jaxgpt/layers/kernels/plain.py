@@ -1,4 +1,4 @@
-"""Attention in plain JAX, as fast as it becomes on CPU. `tests/layers/test_attention.py` has it as it is defined."""
+"""Attention in plain JAX, arranged for speed on CPU. `tests/layers/test_attention.py` has the definition."""
 
 from collections.abc import Callable
 
