@@ -62,7 +62,7 @@ def ablate_all(
     by: Literal["zero", "mean"] = "mean",
     mask_BT: ArrayLike | None = None,
 ) -> Ablations:
-    """Return the rise of the loss when a single head, or a single MLP, is ablated: for each of them.
+    """Return the rise of the loss for each head and each MLP, when only that part is ablated.
 
     Mean ablation keeps what a part adds to every token, on which later layers may rely (Wang et al. 2022,
     arXiv:2211.00593). Zero ablation removes that too.

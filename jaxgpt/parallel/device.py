@@ -226,7 +226,7 @@ def train_flops_per_token(config: GPTConfig, n_params: int, in_adapters: int = 0
     the output matrix. The masked half of attention, which kernels skip, counts too, as is usual.
 
     in_adapters: number of parameters in adapters, not counted in `n_params`, if only these are trained. The others then
-    need no gradient, which is 2 of their 6 FLOPs. Returns None for a configuration of a user's own.
+    need no gradient, which is 2 of their 6 FLOPs. Returns None for a configuration of a user's own: its products are unknown.
     """
     if config.is_foreign:
         return None

@@ -1,4 +1,4 @@
-"""Check an experiment's own pieces, written by the user, before anything is written: one line for each mistake."""
+"""Check the user's own pieces of an experiment before anything is written: one line for each mistake."""
 
 from __future__ import annotations
 
