@@ -100,8 +100,8 @@ def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int:
 def tokenise(written: Written, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Return (ids, mask), with True for the tokens of the assistant. Only the template can write special tokens.
 
-    The text is encoded in one piece, as in transformers. If a content spells out a special token, which would be
-    encoded as one, the text between the template's own special tokens is encoded piece by piece instead.
+    The text is encoded in one piece, as in transformers. A content may spell out a special token, which would be
+    encoded as one. Then the text between the template's own special tokens is encoded piece by piece instead.
     """
     ids, at = tokenizer.locate(written.text, specials=True)
     specials = index_specials(tokenizer)

@@ -199,7 +199,7 @@ class Attribution(NamedTuple):
 def logit_attribution(model: GPT, params: Params, tokens_T: Any, token: int, other: int) -> Attribution:
     """Return what each part adds to logit(token) - logit(other) at the last position.
 
-    The stream is a sum of what the embedding, the heads and the MLPs write, and the last norm is linear in it once its
+    The stream is a sum of what the embedding, the heads and the MLPs write. The last norm is linear in it once its
     standard deviation is fixed at the text's. Effects by way of later parts are not in it: see `patch`. Sources: Elhage
     et al. 2021, transformer-circuits.pub/2021/framework, and Wang et al. 2022, arXiv:2211.00593, section 3.1.
 

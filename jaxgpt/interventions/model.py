@@ -1,7 +1,7 @@
 """Edit the activations of a GPT, and run it: the edits are arrays among its parameters.
 
 An edit makes keep * x + add of an activation x. Zeroing, replacing by a mean or by another text's activations (patching),
-scaling and adding a direction (steering) are all of this form, so different edits are different arrays for one program.
+scaling and adding a direction (steering) are all of this form. Different edits are thus different arrays for one program.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ class LayerCache(flax.struct.PyTreeNode):
     ) -> jax.Array:
         """Compute `plain_attention` over the tokens up to each query's position: out_BTNH.
 
-        Columns are read in blocks with a running softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), so that the
-        time grows with the tokens in the cache, not with its size, and the bits depend on neither.
+        Columns are read in blocks with a running softmax (Milakov and Gimelshein 2018, arXiv:1805.02867). The
+        time thus grows with the tokens in the cache, not with its size, and the bits depend on neither.
 
         Args:
             q_BTNH: queries.

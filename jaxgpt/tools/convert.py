@@ -167,8 +167,8 @@ def export_gguf(run: str | Path | None, out: str | Path, *, dtype: str | None = 
 def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | None = None, shard: int = SHARD) -> Path:
     """Write config.json, safetensors, the tokenizer and a model card, for AutoModelForCausalLM and AutoTokenizer.
 
-    Arguments, memory, result and errors: see `export_gguf`, but that `out` is a directory, absent or empty, which has
-    files of at most `shard` bytes, and that a family on the Hub must have the architecture (see `jaxgpt.hf.families`).
+    Arguments, memory, result and errors: see `export_gguf`. But `out` is a directory, absent or empty, and gets
+    files of at most `shard` bytes. A family on the Hub must have the architecture (see `jaxgpt.hf.families`).
     """
     directory, out = find_run(run), Path(out)
     _check_empty(out, "--out")

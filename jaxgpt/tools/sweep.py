@@ -5,7 +5,7 @@ as long, and so on. Each run has a complete schedule of its own: one that is cut
 decayed its learning rate and cannot be compared with one that has. The best learning rate of short runs tends to be
 higher than the best of long ones, so a third survives, and not fewer.
 
-The last round, at full length, has seeds that selected nothing before, so that the means of the finalists are free of
+The last round, at full length, has seeds that selected nothing before. The means of the finalists are thus free of
 the winner's curse of the earlier rounds. The winner's mean, the best of three, is too low by at most 0.85 standard
 errors, where the three are equal.
 

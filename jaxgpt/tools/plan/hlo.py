@@ -140,7 +140,7 @@ def iter_executions(
 ) -> Iterator[tuple[Instruction, int, str, bool]]:
     """Yield every instruction that runs, how often, and where, each followed by those that it calls.
 
-    `launched` is the name of the computation with the outermost fusion or asynchronous start around it, or empty, and
+    `launched` is the name of the computation with the outermost fusion or asynchronous start around it, or empty.
     `is_fused` says whether the instruction is a part of a fusion.
     """
     for x in within.instructions.values():
@@ -359,7 +359,7 @@ def _read_collective(x: Instruction, times: int, devices: int) -> Collective | N
     """Return the collective that an instruction is, or the transfer between slices of so many devices, if it is one.
 
     The compiler splits a collective over devices of several slices into collectives in each slice and one transfer
-    through the hosts, of which each device sends a part, to targets such as {1,2}x{0:15} or {{100000,200000}}.
+    through the hosts. Each device sends a part of it, to targets such as {1,2}x{0:15} or {{100000,200000}}.
     """
     if x.kind in COLLECTIVES:
         arrays = [a for y in x.inputs for a in y.arrays]

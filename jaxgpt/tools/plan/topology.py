@@ -124,8 +124,8 @@ def tpu_devices(topology: str) -> list[jax.Device]:
     `JAX_PLATFORMS=cpu` before jax is imported, or jax starts the TPU too. Settings of libtpu in the environment
     (`TPU_WORKER_ID` and the like) are kept. The two cores of a v4 or v5p chip count as one device.
 
-    Raises `UserError` if the family or the shape does not exist, if libtpu is not installed, or if another process
-    has loaded it, because it allows one process at a time.
+    Raises `UserError` if the family or the shape does not exist, or if libtpu is not installed. Raises it also if another
+    process has loaded libtpu, which allows one process at a time.
     """
     slices, family, shape = parse_slice(topology)
     if importlib.util.find_spec("libtpu") is None:
