@@ -132,7 +132,7 @@ def judge_learning(
     """Judge a run by its losses, each (step, loss).
 
     Over-fitting: the validation loss is above its best by more than 1%, and by more than any rise from which the second
-    half of the curve has recovered. The training loss has kept falling. Diverging: the training loss has risen
+    half of the curve has recovered. The training loss has kept falling meanwhile. Diverging: the training loss has risen
     too, or a loss is not finite. The training losses, each of one batch, are smoothed over a tenth of them.
 
     Returns:
