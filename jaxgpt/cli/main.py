@@ -32,7 +32,7 @@ class Command(NamedTuple):
 
     run: Callable[..., Any] | str  # or the name of a function of `jaxgpt.tools`, see TOOLS
     operand: str
-    example: str  # a line for its help
+    example: str  # lines for its help
 
 
 # First lines of the help of tools that are imported when they are called.
@@ -46,11 +46,15 @@ TOOLS = {
 }
 # In the order in which a newcomer needs them.
 COMMANDS = {
-    "train": Command(train, "[EXPERIMENT]", "jaxgpt train --data.path mytext.txt --run-dir runs/mine"),
+    "train": Command(
+        train,
+        "[EXPERIMENT]",
+        "jaxgpt train --data.path mytext.txt --run-dir runs/mine\njaxgpt train depth:4 --train.seed 1",
+    ),
     "prepare": Command(
         "prepare.prepare", "SOURCE...", "jaxgpt prepare data/*.parquet --out tokens --tokenizer bpe:32768"
     ),
-    "sample": Command(sample, "[RUN]", 'jaxgpt sample --prompt "The "'),
+    "sample": Command(sample, "[RUN]", 'jaxgpt sample runs/mine --prompt "The " --temperature 0.7'),
     "serve": Command(serve, "[RUN]", "jaxgpt serve runs/mine --port 8000"),
     "evaluate": Command(commands.evaluate, "[RUN]", "jaxgpt evaluate runs/mine --data other.txt"),
     "report": Command("report.report", "[RUN]", "jaxgpt report runs/mine"),

@@ -9,29 +9,26 @@ import inspect
 import io
 import itertools
 import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import tyro
-from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, Suppress, UseAppendAction, arg
-from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, UseAppendAction, arg
 
 from jaxgpt.cli.console import print_result, say, show
-from jaxgpt.config import DataConfig, Experiment, GPTConfig, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
+from jaxgpt.config import Experiment
 from jaxgpt.config.validate import check_value
 from jaxgpt.errors import UserError
 
-# The fields of an experiment that `--help` shows, those that people change; `--help-all` shows all.
-COMMON: dict[type, str] = {
-    Experiment: "model data optim train lora parallel",
-    GPTConfig: "n_layer n_head n_embd block_size dropout",
-    DataConfig: "path corpus tokenizer",
-    OptimConfig: "name learning_rate",
-    TrainConfig: "steps batch_size seed eval_every init_from",
-    LoraConfig: "rank",
-    ParallelConfig: "strategy micro_batch_size",
-}
+# The options that `--help` leaves out: these, and those fields of an experiment that are not in COMMON.
+RARE = """average extend cache-dtype draft min-p typical-p repetition-penalty frequency-penalty presence-penalty
+    logit-bias""".split()
+COMMON = """model.n-layer model.n-head model.n-embd model.block-size data.path data.corpus data.tokenizer
+    optim.learning-rate train.steps train.batch-size train.seed train.init-from lora.rank""".split()
 # Help of what means the same in every command, unless its docstring has another.
 HELP = {
     "run": "run directory; None: the newest under runs/",
@@ -52,7 +49,7 @@ def parse(
     A command is a function with annotations. Its first argument is an operand unless it is keyword-only, callables are
     no options, and `say` prints a line. What it returns is printed, as JSON with the option --json.
 
-    operand: what the usage line shows before the options. example: a command line for the help.
+    operand: what the usage line shows before the options. example: command lines for the help.
     defaults: override those in the signature.
     """
     argv = _join_mixture(argv)
@@ -87,23 +84,22 @@ def parse(
     bind.__annotations__ = {p.name: p.annotation for p in shown}
     bind.__doc__ = doc
     words = set(itertools.takewhile(lambda word: word != "--", argv))
-    wants_help = not words.isdisjoint(("-h", "--help", "--help-all"))
-    is_short = "--help-all" not in words and any(isinstance(p.default, Experiment) for p in shown)
-    framed = io.StringIO()
+    is_brief = "--help-all" not in words and not words.isdisjoint(("-h", "--help"))
+    framed, printed = io.StringIO(), io.TextIOWrapper(io.BytesIO(), "utf-8")  # which frames lines by │
     try:
-        with contextlib.redirect_stderr(framed):
+        with contextlib.redirect_stderr(framed), contextlib.redirect_stdout(printed if is_brief else sys.stdout):
             values: dict[str, Any] = tyro.cli(
                 bind,
-                args=["--help"] if wants_help else argv,
+                args=["--help"] if is_brief or "--help-all" in words else argv,
                 prog=f"{prog} {operand}".rstrip(),
                 description=f"{text.rstrip()}\n\nexample: {example}",
                 config=[tyro.conf.PositionalMetavarFromFieldName],
-                registry=_common_options() if wants_help and is_short else None,
             )
     except SystemExit as e:
         if e.code in (0, None):
-            if wants_help and is_short:
-                show("These are the options that are changed most often; --help-all lists all of them.")
+            if is_brief:
+                printed.seek(0)
+                show(_shorten_help(printed.read(), text, example, prog, operand))
             raise
         raise UserError(_one_line(framed.getvalue(), prog)) from None
     for p in parameters:
@@ -131,28 +127,44 @@ def _join_mixture(argv: list[str]) -> list[str]:
     return joined
 
 
-def _common_options() -> ConstructorRegistry:
-    """Return a registry in which tyro finds only the `COMMON` options. It parses no others, so it is for help only."""
-    registry = ConstructorRegistry()
+def _shorten_help(framed: str, text: str, example: str, prog: str, operand: str) -> str:
+    """Return a page of help, from the one of tyro: examples first, then the options that most people need.
 
-    @registry.struct_rule
-    def suppress(info: StructTypeInfo) -> StructConstructorSpec | None:
-        known = next((cls for cls in COMMON if isinstance(info.type, type) and issubclass(info.type, cls)), None)
-        if known is None or suppress in info.markers:
-            return None
-        own = {f.name for f in dataclasses.fields(info.type)} - {f.name for f in dataclasses.fields(known)}
-        names = own | set(COMMON[known].split())
-        # The marker makes this rule pass, so that tyro's rule for dataclasses answers.
-        found = ConstructorRegistry.get_struct_spec(dataclasses.replace(info, markers=(*info.markers, suppress)))
-        assert isinstance(found, StructConstructorSpec)
-        fields = []
-        for field in found.fields:
-            kind: Any = field.type if field.name in names else Suppress[field.type]
-            helptext = "" if kind in COMMON else field.helptext  # the title of a group is enough here
-            fields.append(dataclasses.replace(field, type=kind, helptext=helptext))
-        return dataclasses.replace(found, fields=tuple(fields))
-
-    return registry
+    A default of None is shown as what the option's text says that None stands for.
+    """
+    parts = {
+        part.name: getattr(part.default_factory, "__dataclass_fields__", ()) for part in dataclasses.fields(Experiment)
+    }
+    fields = [f"{part}.{name}" for part, names in parts.items() for name in names]
+    hidden = {"h", "name", *RARE, *(field.replace("_", "-") for field in fields)} - set(COMMON)
+    options: list[list[str]] = []
+    for line in framed.splitlines():
+        content = line[2:].rstrip("│ ")
+        if re.match(r"│ (-|\[?[A-Z]+\]? )", line):
+            options.append(re.split("  +", content, maxsplit=1))
+        elif options and line.startswith("│  "):
+            options[-1].append(content.strip())
+    rows = {}
+    for names, *words in options:
+        if re.split("[ ,]", names)[0].lstrip("-") in hidden:
+            continue
+        names = re.sub(r"\{None\}\||None,", "", names)
+        explained = re.sub(r"; None: (.*) \(default: None\)$", r" (default: \1)", " ".join(words))
+        explained = re.sub(r" \([^()]*arXiv:[\d.]+\)| \(default: ''\)$| \(default: \)$", "", explained)
+        if explained.endswith("(default: False)"):
+            names, explained = names.split(",")[0], explained.removesuffix(" (default: False)")
+        rows[names] = explained
+    first, _, rest = text.strip().partition("\n")
+    wrap = functools.partial(textwrap.wrap, width=min(100, shutil.get_terminal_size().columns), break_on_hyphens=False)
+    operand = operand or next((name for name in rows if not name.startswith("-")), "")
+    lines = [" ".join(f"usage: {prog} {operand} [OPTIONS]".split()), "", first, ""]
+    lines += [f"example: {line}" for line in example.splitlines()]
+    lines += ["", *wrap(rest.strip())] * bool(rest) + ["", "options:"]
+    indent = min(32, 4 + max(map(len, rows)))
+    for names, explained in rows.items():
+        *above, head = ["  " + names, ""] if len(names) > indent - 4 else ["  " + names]
+        lines += [*above, *wrap(explained, initial_indent=head.ljust(indent), subsequent_indent=" " * indent)]
+    return "\n".join((*lines, "", f"All options: {prog} --help-all"))
 
 
 def _one_line(framed: str, prog: str) -> str:
