@@ -21,7 +21,13 @@ DOCS = REPOSITORY / "docs"
 INDEX = (DOCS / "index.md").read_text(encoding="utf-8")
 # In reading order, so that a page may use what an earlier one has trained.
 PAGES = [README, *(DOCS / f"{name}.md" for name in re.findall(r"^([a-z-]+)$", INDEX, flags=re.MULTILINE))]
-WRITTEN = [*PAGES, DOCS / "index.md", DOCS / "step.md", REPOSITORY / "CONTRIBUTING.md"]
+WRITTEN = [
+    *PAGES,
+    DOCS / "index.md",
+    DOCS / "step.md",
+    *(DOCS / "findings").glob("*.md"),
+    REPOSITORY / "CONTRIBUTING.md",
+]
 TRAIN = "python -m pip install -e . && jaxgpt train"
 TEST = 'python -m pip install -e ".[test]" && python -m pytest'
 
@@ -135,6 +141,23 @@ def test_links_within_the_repository_resolve():
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)|src=\"([^\"]+)\"", page.read_text(encoding="utf-8")):
             link = "".join(target)
             assert "://" in link or (page.parent / link).exists() or link.startswith("lessons/"), (page.name, link)
+
+
+def test_each_image_is_described_and_small():
+    """A screen reader has words for each image: `![words](FILE)` or `alt="words"`."""
+    shown = []
+    for page in WRITTEN:
+        text = page.read_text(encoding="utf-8")
+        images = [(words, page.parent / target) for words, target in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", text)]
+        tags = re.findall(r"<img [^>]*>", text)
+        images += [
+            (words, page.parent / target) for target, words in re.findall(r'<img src="([^"]+)" alt="([^"]*)"', text)
+        ]
+        assert len(re.findall("!\\[", text)) + len(tags) == len(images), page.name
+        assert all(len(words.split()) > 3 for words, _ in images), page.name
+        shown += [file for _, file in images]
+    assert all(file.stat().st_size < (60_000 if file.parent.name == "findings" else 2**17) for file in shown)
+    assert len(set(shown)) > 8
 
 
 def test_the_messages_of_troubleshooting_are_those_of_the_code():
