@@ -32,7 +32,7 @@ class Command(NamedTuple):
 
     run: Callable[..., Any] | str  # or the name of a function of `jaxgpt.tools`, see TOOLS
     operand: str
-    example: str  # lines for its help
+    example: str  # a line for its help
 
 
 # First lines of the help of tools that are imported when they are called.
@@ -46,11 +46,7 @@ TOOLS = {
 }
 # In the order in which a newcomer needs them.
 COMMANDS = {
-    "train": Command(
-        train,
-        "[EXPERIMENT]",
-        "jaxgpt train --data.path mytext.txt --run-dir runs/mine\njaxgpt train depth:4 --train.seed 1",
-    ),
+    "train": Command(train, "[EXPERIMENT]", "jaxgpt train --data.path mytext.txt --run-dir runs/mine"),
     "prepare": Command(
         "prepare.prepare", "SOURCE...", "jaxgpt prepare data/*.parquet --out tokens --tokenizer bpe:32768"
     ),

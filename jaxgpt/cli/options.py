@@ -25,7 +25,7 @@ from jaxgpt.config.validate import check_value
 from jaxgpt.errors import UserError
 
 # The options that `--help` leaves out: these, and those fields of an experiment that are not in COMMON.
-RARE = """average extend cache-dtype draft min-p typical-p repetition-penalty frequency-penalty presence-penalty
+RARE = """h name average extend cache-dtype draft min-p typical-p repetition-penalty frequency-penalty presence-penalty
     logit-bias""".split()
 COMMON = """model.n-layer model.n-head model.n-embd model.block-size data.path data.corpus data.tokenizer
     optim.learning-rate train.steps train.batch-size train.seed train.init-from lora.rank""".split()
@@ -49,7 +49,7 @@ def parse(
     A command is a function with annotations. Its first argument is an operand unless it is keyword-only, callables are
     no options, and `say` prints a line. What it returns is printed, as JSON with the option --json.
 
-    operand: what the usage line shows before the options. example: command lines for the help.
+    operand: what the usage line shows before the options. example: a command line for the help.
     defaults: override those in the signature.
     """
     argv = _join_mixture(argv)
@@ -85,7 +85,7 @@ def parse(
     bind.__doc__ = doc
     words = set(itertools.takewhile(lambda word: word != "--", argv))
     is_brief = "--help-all" not in words and not words.isdisjoint(("-h", "--help"))
-    framed, printed = io.StringIO(), io.TextIOWrapper(io.BytesIO(), "utf-8")  # which frames lines by │
+    framed, printed = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stderr(framed), contextlib.redirect_stdout(printed if is_brief else sys.stdout):
             values: dict[str, Any] = tyro.cli(
@@ -98,8 +98,7 @@ def parse(
     except SystemExit as e:
         if e.code in (0, None):
             if is_brief:
-                printed.seek(0)
-                show(_shorten_help(printed.read(), text, example, prog, operand))
+                show(_shorten_help(printed.getvalue(), text, example, prog, operand))
             raise
         raise UserError(_one_line(framed.getvalue(), prog)) from None
     for p in parameters:
@@ -127,42 +126,28 @@ def _join_mixture(argv: list[str]) -> list[str]:
     return joined
 
 
-def _shorten_help(framed: str, text: str, example: str, prog: str, operand: str) -> str:
-    """Return a page of help, from the one of tyro: examples first, then the options that most people need.
-
-    A default of None is shown as what the option's text says that None stands for.
-    """
+def _shorten_help(printed: str, text: str, example: str, prog: str, operand: str) -> str:
+    """Return a page of help from tyro's: the common options, and for a default of None what its text says of it."""
     parts = {
         part.name: getattr(part.default_factory, "__dataclass_fields__", ()) for part in dataclasses.fields(Experiment)
     }
-    fields = [f"{part}.{name}" for part, names in parts.items() for name in names]
-    hidden = {"h", "name", *RARE, *(field.replace("_", "-") for field in fields)} - set(COMMON)
-    options: list[list[str]] = []
-    for line in framed.splitlines():
-        content = line[2:].rstrip("│ ")
-        if re.match(r"│ (-|\[?[A-Z]+\]? )", line):
-            options.append(re.split("  +", content, maxsplit=1))
-        elif options and line.startswith("│  "):
-            options[-1].append(content.strip())
+    hidden = {f"{part}.{name}".replace("_", "-") for part, names in parts.items() for name in names} - set(COMMON)
     rows = {}
-    for names, *words in options:
-        if re.split("[ ,]", names)[0].lstrip("-") in hidden:
-            continue
-        names = re.sub(r"\{None\}\||None,", "", names)
-        explained = re.sub(r"; None: (.*) \(default: None\)$", r" (default: \1)", " ".join(words))
-        explained = re.sub(r" \([^()]*arXiv:[\d.]+\)| \(default: ''\)$| \(default: \)$", "", explained)
-        if explained.endswith("(default: False)"):
-            names, explained = names.split(",")[0], explained.removesuffix(" (default: False)")
-        rows[names] = explained
-    first, _, rest = text.strip().partition("\n")
+    for option in re.findall(r"^  ((?:--?[a-z]|\[?[A-Z]+\]? ).*(?:\n   .*)*)", printed, flags=re.MULTILINE):
+        names, *words = re.split(r"\s{2,}", option.strip())
+        if re.split("[ ,]", names)[0].lstrip("-") not in {*RARE, *hidden}:
+            explained = re.sub(r"; None: (.*) \(default: None\)$", r" (default: \1)", " ".join(words))
+            explained = re.sub(r" \([^()]*arXiv:[\d.]+\)| \(default: ''\)$| \(default: \)$", "", explained)
+            names = names.split(",")[0] if explained.endswith("(default: False)") else names
+            rows["  " + re.sub(r"\{None\}\||None,", "", names)] = explained.removesuffix(" (default: False)")
     wrap = functools.partial(textwrap.wrap, width=min(100, shutil.get_terminal_size().columns), break_on_hyphens=False)
-    operand = operand or next((name for name in rows if not name.startswith("-")), "")
-    lines = [" ".join(f"usage: {prog} {operand} [OPTIONS]".split()), "", first, ""]
-    lines += [f"example: {line}" for line in example.splitlines()]
-    lines += ["", *wrap(rest.strip())] * bool(rest) + ["", "options:"]
-    indent = min(32, 4 + max(map(len, rows)))
+    operand = operand or next((name.strip() for name in rows if "-" not in name), "")
+    purpose, *more = text.strip().split("\n", 1)
+    lines = [f"usage: {prog} {operand} [OPTIONS]".replace("  ", " "), "", purpose, "", f"example: {example}", ""]
+    lines += [*wrap(more[0].strip()), "", "options:"] if more else ["options:"]
+    indent = min(32, 2 + max(map(len, rows)))
     for names, explained in rows.items():
-        *above, head = ["  " + names, ""] if len(names) > indent - 4 else ["  " + names]
+        *above, head = [names, ""] if len(names) > indent - 2 else [names]
         lines += [*above, *wrap(explained, initial_indent=head.ljust(indent), subsequent_indent=" " * indent)]
     return "\n".join((*lines, "", f"All options: {prog} --help-all"))
 
