@@ -90,7 +90,7 @@ def train(
 
 
 def label_own_text(experiment: Experiment, run_dir: str | None) -> Experiment:
-    """Return a preset for the user's own text: named after the run directory, its prompt from the validation text."""
+    """Return a preset for the user's own text: named after run directory or text, its prompt from the validation text."""
     path, name = experiment.data.path, experiment.name
     if path is None or name not in EXPERIMENTS:
         return experiment
@@ -104,7 +104,8 @@ def label_own_text(experiment: Experiment, run_dir: str | None) -> Experiment:
             with open_file(file) as f:
                 f.seek(int(file.stat().st_size * (1 - experiment.data.val_fraction)))
                 prompt = " ".join(f.read(200).decode(errors="ignore").split()[1:5])  # the first word may be cut
-    name = re.sub(r"[^\w-]", "-", Path(run_dir or "").name)[:50].strip("-_") or name
+    places = Path(run_dir or "").name, Path(re.split(r":[\d.]+(?:,|$)|,", path)[0]).stem  # of a mixture, the first
+    name = next(filter(None, (re.sub(r"[^\w-]", "-", place)[:50].strip("-_") for place in places)), name)
     return dataclasses.replace(experiment, name=name, train=dataclasses.replace(experiment.train, sample_prompt=prompt))
 
 

@@ -40,7 +40,7 @@ def trained(tmp_path_factory, text_file):
     assert done.returncode == 0, done.stderr
     # A run with another tokenizer, which is older, so that it is not the one taken by default.
     other = directory / "runs/other"
-    shutil.copytree(directory / "runs/quickstart", other)
+    shutil.copytree(directory / "runs/mancha", other)
     tokenizer = CharTokenizer("abcdefgh")
     (other / "tokenizer.json").write_text(tokenizer.to_json())
     edit_record(other, lambda record: record["data"].update(tokenizer_sha256=fingerprint(tokenizer)))
@@ -52,9 +52,9 @@ def trained(tmp_path_factory, text_file):
 def test_train_shows_progress_a_sample_and_the_next_line(trained):
     directory, done = trained
     assert "first step after" in done.stderr and "val " in done.stderr and "tokens/s" in done.stderr
-    assert (directory / "runs/quickstart/sample.txt").read_text().startswith("lance")
+    assert (directory / "runs/mancha/sample.txt").read_text().startswith("lance")
     following = done.stdout.strip().splitlines()[-1]
-    assert following.startswith("next: jaxgpt sample runs/quickstart --prompt ")
+    assert following.startswith("next: jaxgpt sample runs/mancha --prompt ")
     again = jaxgpt(*shlex.split(following)[2:], "--max-new-tokens", "5", cwd=directory)
     assert again.returncode == 0 and again.stdout.startswith("lance")
 
@@ -64,7 +64,9 @@ def test_a_preset_on_the_users_text_takes_name_and_prompt_from_it(tmp_path):
     own = dataclasses.replace(quickstart(), data=DataConfig(path=str(tmp_path / "mytext.txt")))
     labelled = label_own_text(own, "runs/mi texto/")
     assert (labelled.name, labelled.train.sample_prompt) == ("mi-texto", "En un lugar de")
-    assert label_own_text(own, None).name == label_own_text(own, "..").name == "quickstart"
+    assert label_own_text(own, None).name == label_own_text(own, "..").name == "mytext"
+    mixed = dataclasses.replace(own, data=DataConfig(path="texts/el quijote.txt:0.7,b:0.3"))
+    assert label_own_text(mixed, None).name == "el-quijote"
     chosen = dataclasses.replace(own, train=TrainConfig(sample_prompt="Once "))
     assert label_own_text(chosen, None).train == chosen.train
     for other in (quickstart(), dataclasses.replace(own, name="another")):
