@@ -9,7 +9,7 @@ import pytest
 from jaxgpt.config import GPTConfig
 from jaxgpt.layers import MLP, Attention, Block, LayerNorm, RMSNorm
 from jaxgpt.layers.kernels import plain
-from jaxgpt.layers.kernels.plain import plain_attention
+from jaxgpt.layers.kernels.plain import naive_attention, plain_attention
 from jaxgpt.layers.linear import Dense
 from jaxgpt.parallel.device import KERNELS
 from tests.conftest import SIZES
@@ -19,18 +19,6 @@ from tests.helpers import DIMS, FLOAT32_REORDERED
 def qkv(dims="BTNH", kv_dims="BTKH"):
     rng = np.random.default_rng(0)
     return tuple(jnp.asarray(rng.normal(size=DIMS[d]), jnp.float32) for d in (dims, kv_dims, kv_dims))
-
-
-def naive_attention(q_BTNH, k_BSKH, v_BSKH, *, scale=None, window=None, softcap=None):
-    """Causal softmax(q k * scale) v as it is defined. -> out_BTNH."""
-    T, N, H = q_BTNH.shape[1:]
-    k_BSNH, v_BSNH = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (k_BSKH, v_BSKH))  # G query heads share one
-    scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH) * (H**-0.5 if scale is None else scale)
-    scores_BNTS = scores_BNTS if softcap is None else softcap * jnp.tanh(scores_BNTS / softcap)
-    distance_TS = jnp.arange(T)[:, None] - jnp.arange(T)[None]
-    visible_TS = (distance_TS >= 0) & (distance_TS < (T if window is None else window))
-    weights_BNTS = jax.nn.softmax(jnp.where(visible_TS[None, None], scores_BNTS, -jnp.inf), axis=-1)
-    return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BSNH)
 
 
 def attend(*qkv, kernel="plain", **how):

@@ -1,4 +1,4 @@
-"""Attention in plain JAX, arranged for speed on CPU. `tests/layers/test_attention.py` has the definition."""
+"""Attention in plain JAX: `naive_attention` is the definition, and `plain_attention` computes the same faster on CPU."""
 
 from collections.abc import Callable
 
@@ -14,6 +14,26 @@ AttentionFn = Callable[..., jax.Array]
 # From MIN_BLOCKED_T tokens on, queries are split into NUM_BLOCKS blocks. More blocks save little more and take longer
 # to compile. Below MIN_BLOCKED_T, splitting costs as much as it saves.
 NUM_BLOCKS, MIN_BLOCKED_T = 4, 256
+
+
+def naive_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> jax.Array:
+    """Compute causal softmax(q k * scale) v as it is defined. Arguments: see `plain_attention`. -> out_BTNH."""
+    T, N, H = q_BTNH.shape[1:]
+    k_BSNH, v_BSNH = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (k_BSKH, v_BSKH))  # N // K queries share a head
+    scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH) * (H**-0.5 if scale is None else scale)
+    scores_BNTS = cap_scores(scores_BNTS, softcap)
+    distance_TS = jnp.arange(T)[:, None] - jnp.arange(T)[None]  # from each query back to each key
+    visible_TS = (distance_TS >= 0) & (distance_TS < (window or T))
+    weights_BNTS = jax.nn.softmax(jnp.where(visible_TS[None, None], scores_BNTS, -jnp.inf), axis=-1)
+    return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BSNH)
 
 
 def plain_attention(
@@ -33,7 +53,8 @@ def plain_attention(
 ) -> jax.Array:
     """Compute softmax(q k * scale) v, each group of N // K query heads sharing a key/value head. -> out_BTNH.
 
-    Axes are folded, and most masked scores are left out, which takes less time than the definition and changes nothing.
+    It differs from `naive_attention` only in speed and options. Heads are folded into the batch, blocks of queries leave
+    most masked scores out, and scores are in float32. It also takes documents, masks and dropout.
     Vaswani et al. 2017, arXiv:1706.03762. Grouped heads: Ainslie et al. 2023, arXiv:2305.13245.
 
     Args:
@@ -70,11 +91,22 @@ def plain_attention(
     for start in range(0, T, size):
         end = start + size
         read = slice(0 if window is None else max(0, start + 1 - window), end if causal else S)
-        own = key if size == T or key is None else jax.random.fold_in(key, start)
-        scores = {"scale": scale, "softcap": softcap, "dropout": dropout, "key": own}
-        mask = None if mask_MGTS is None else mask_MGTS[:, :, start:end, read]
-        seen = visible_BTS[:, start:end, read], mask
-        blocks.append(_attend_block(q_MGTH[:, :, start:end], k_MSH[:, read], v_MSH[:, read], *seen, **scores))
+        q_MQH = q_MGTH[:, :, start:end].reshape(B * K, G * size, H)
+        # The scores are float32 from the product on, whatever the inputs.
+        scores_MQS = jnp.einsum("MQH,MSH->MQS", q_MQH, k_MSH[:, read], preferred_element_type=jnp.float32)
+        scores_MQS = cap_scores(scores_MQS * scale, softcap)
+        visible_BQS = jnp.tile(visible_BTS[:, start:end, read], (1, G, 1))
+        visible_MQS = visible_BQS if len(visible_BQS) == 1 else jnp.repeat(visible_BQS, K, axis=0)
+        if mask_MGTS is not None:
+            visible_MQS = visible_MQS & mask_MGTS[:, :, start:end, read].reshape(B * K, G * size, -1)
+        # finfo.min, not -inf: a row of -inf would give 0/0. Its softmax is an exact zero too.
+        weights_MQS = jax.nn.softmax(jnp.where(visible_MQS, scores_MQS, jnp.finfo(jnp.float32).min), axis=-1)
+        if dropout and key is not None:
+            own = key if size == T else jax.random.fold_in(key, start)
+            keep_MQS = jax.random.bernoulli(own, 1.0 - dropout, weights_MQS.shape)
+            weights_MQS = jnp.where(keep_MQS, weights_MQS / (1.0 - dropout), 0.0)
+        out_MQH = jnp.einsum("MQS,MSH->MQH", weights_MQS.astype(v_MSH.dtype), v_MSH[:, read])
+        blocks.append(out_MQH.reshape(B * K, G, size, -1))
     out_MGTH = jnp.concatenate(blocks, axis=2)
     return save_in_remat(out_MGTH.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1))
 
@@ -86,35 +118,6 @@ def _visible(T: int, S: int, causal: bool, window: int | None) -> jax.Array:
     if window is not None:
         visible_TS &= jnp.triu(jnp.ones((T, S), bool), 1 - window)
     return visible_TS
-
-
-def _attend_block(
-    q_MGTH: jax.Array,
-    k_MSH: jax.Array,
-    v_MSH: jax.Array,
-    visible_BTS: jax.Array,
-    mask_MGTS: jax.Array | None,
-    *,
-    scale: float,
-    softcap: float | None,
-    dropout: float,
-    key: jax.Array | None,
-) -> jax.Array:
-    """Attend a block of queries to the keys that it may read. visible_BTS: B may be 1. -> out_MGTH."""
-    M, G, T, H = q_MGTH.shape
-    # The scores are float32 from the product on, whatever the inputs.
-    scores_MQS = jnp.einsum("MQH,MSH->MQS", q_MGTH.reshape(M, G * T, H), k_MSH, preferred_element_type=jnp.float32)
-    scores_MQS = cap_scores(scores_MQS * scale, softcap)
-    visible_BQS = jnp.tile(visible_BTS, (1, G, 1))
-    visible_MQS = visible_BQS if len(visible_BQS) == 1 else jnp.repeat(visible_BQS, M // len(visible_BQS), axis=0)
-    if mask_MGTS is not None:
-        visible_MQS = visible_MQS & mask_MGTS.reshape(M, G * T, -1)
-    # finfo.min, not -inf: a row of -inf would give 0/0. Its softmax is an exact zero too.
-    weights_MQS = jax.nn.softmax(jnp.where(visible_MQS, scores_MQS, jnp.finfo(jnp.float32).min), axis=-1)
-    if dropout and key is not None:
-        keep_MQS = jax.random.bernoulli(key, 1.0 - dropout, weights_MQS.shape)
-        weights_MQS = jnp.where(keep_MQS, weights_MQS / (1.0 - dropout), 0.0)
-    return jnp.einsum("MQS,MSH->MQH", weights_MQS.astype(v_MSH.dtype), v_MSH).reshape(M, G, T, -1)
 
 
 def cap_scores(scores: jax.Array, softcap: float | None) -> jax.Array:
