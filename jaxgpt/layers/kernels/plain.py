@@ -91,21 +91,22 @@ def plain_attention(
     for start in range(0, T, size):
         end = start + size
         read = slice(0 if window is None else max(0, start + 1 - window), end if causal else S)
-        q_MQH = q_MGTH[:, :, start:end].reshape(B * K, G * size, H)
+        own = key if size == T or key is None else jax.random.fold_in(key, start)
+        mask = None if mask_MGTS is None else mask_MGTS[:, :, start:end, read].reshape(B * K, G * size, -1)
+        seen_BTS, q_MQH = visible_BTS[:, start:end, read], q_MGTH[:, :, start:end].reshape(B * K, G * size, H)
+        keys_MSH, values_MSH = k_MSH[:, read], v_MSH[:, read]
         # The scores are float32 from the product on, whatever the inputs.
-        scores_MQS = jnp.einsum("MQH,MSH->MQS", q_MQH, k_MSH[:, read], preferred_element_type=jnp.float32)
+        scores_MQS = jnp.einsum("MQH,MSH->MQS", q_MQH, keys_MSH, preferred_element_type=jnp.float32)
         scores_MQS = cap_scores(scores_MQS * scale, softcap)
-        visible_BQS = jnp.tile(visible_BTS[:, start:end, read], (1, G, 1))
+        visible_BQS = jnp.tile(seen_BTS, (1, G, 1))
         visible_MQS = visible_BQS if len(visible_BQS) == 1 else jnp.repeat(visible_BQS, K, axis=0)
-        if mask_MGTS is not None:
-            visible_MQS = visible_MQS & mask_MGTS[:, :, start:end, read].reshape(B * K, G * size, -1)
+        visible_MQS = visible_MQS if mask is None else visible_MQS & mask
         # finfo.min, not -inf: a row of -inf would give 0/0. Its softmax is an exact zero too.
         weights_MQS = jax.nn.softmax(jnp.where(visible_MQS, scores_MQS, jnp.finfo(jnp.float32).min), axis=-1)
         if dropout and key is not None:
-            own = key if size == T else jax.random.fold_in(key, start)
             keep_MQS = jax.random.bernoulli(own, 1.0 - dropout, weights_MQS.shape)
             weights_MQS = jnp.where(keep_MQS, weights_MQS / (1.0 - dropout), 0.0)
-        out_MQH = jnp.einsum("MQS,MSH->MQH", weights_MQS.astype(v_MSH.dtype), v_MSH[:, read])
+        out_MQH = jnp.einsum("MQS,MSH->MQH", weights_MQS.astype(values_MSH.dtype), values_MSH)
         blocks.append(out_MQH.reshape(B * K, G, size, -1))
     out_MGTH = jnp.concatenate(blocks, axis=2)
     return save_in_remat(out_MGTH.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1))
@@ -113,11 +114,8 @@ def plain_attention(
 
 def _visible(T: int, S: int, causal: bool, window: int | None) -> jax.Array:
     visible_TS = jnp.ones((T, S), bool)
-    if causal:
-        visible_TS = jnp.tril(visible_TS)
-    if window is not None:
-        visible_TS &= jnp.triu(jnp.ones((T, S), bool), 1 - window)
-    return visible_TS
+    visible_TS = jnp.tril(visible_TS) if causal else visible_TS
+    return visible_TS if window is None else visible_TS & jnp.triu(jnp.ones((T, S), bool), 1 - window)
 
 
 def cap_scores(scores: jax.Array, softcap: float | None) -> jax.Array:
