@@ -21,6 +21,7 @@ from jaxgpt.interventions import edit, zero
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.tools.xray.live import hold, make_page
 from jaxgpt.tools.xray.xray import capture_activations
+from tests.browser import unnamed, unreadable
 from tests.helpers import apply, make_model, stack_layers, tiny_experiment
 
 CHARACTERS = "\n 1<>/=()abcdefghijklmnopqrstuvwxyzñ"
@@ -377,7 +378,5 @@ def test_wide_and_narrow(open_page, base, tmp_path, scheme, width):
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     inside = "e => e.getBoundingClientRect().right <= document.querySelector('#live').getBoundingClientRect().right"
     assert all(page.locator(f"#live {part}").last.evaluate(inside) for part in ("textarea", "output", ".switch"))
-    unnamed = page.evaluate("""() => [...document.querySelectorAll("button, [role=button], select, input, textarea")].filter((e) =>
-      !(e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)""")
-    assert unnamed == [] and page.complaints == []
+    assert page.complaints == unnamed(page) == unreadable(page) == []
     page.close()
