@@ -103,7 +103,7 @@ def plain_attention(
         visible_MQS = visible_MQS if mask is None else visible_MQS & mask
         # finfo.min, not -inf: a row of -inf would give 0/0. Its softmax is an exact zero too.
         weights_MQS = jax.nn.softmax(jnp.where(visible_MQS, scores_MQS, jnp.finfo(jnp.float32).min), axis=-1)
-        if dropout and key is not None:
+        if dropout and own is not None:
             keep_MQS = jax.random.bernoulli(own, 1.0 - dropout, weights_MQS.shape)
             weights_MQS = jnp.where(keep_MQS, weights_MQS / (1.0 - dropout), 0.0)
         out_MQH = jnp.einsum("MQS,MSH->MQH", weights_MQS.astype(values_MSH.dtype), values_MSH)
