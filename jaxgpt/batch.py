@@ -8,7 +8,7 @@ import jax
 class Batch(NamedTuple):
     """Rows of tokens and the token that follows each: NumPy arrays on the host, JAX arrays in a program."""
 
-    inputs_BT: Any  # int32
+    inputs_BT: Any  # int32: token ids
     targets_BT: Any  # int32: inputs shifted by one
     mask_BT: Any = None  # bool: the targets that count. None means all
     segments_BT: Any = None  # int32: the document of each input, 0 for padding. None means one per row

@@ -12,10 +12,10 @@ from flax import linen as nn
 from jaxgpt.batch import Batch
 from jaxgpt.train import LossFn, Metrics, Params
 
-SOWN = ("losses", "metrics")  # collections of what modules sow in training
+SOWN = ("losses", "metrics")  #: collections of what modules sow in training
 
-# The loss of hidden states, such as `head_loss.chunked_next_token_loss`:
-# (model, head, x_BTD, targets_BT, mask_BT, *, smoothing) -> (summed nats, number of targets)
+#: The loss of hidden states, such as `head_loss.chunked_next_token_loss`,
+#: `(model, head, x_BTD, targets_BT, mask_BT, *, smoothing) -> (summed nats, number of targets)`
 HeadLoss = Callable[..., tuple[jax.Array, jax.Array]]
 
 

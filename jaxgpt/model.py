@@ -26,20 +26,19 @@ class GPT(nn.Module):
     Initialisation is GPT-2's: every matrix and embedding N(0, 0.02), the projections into the residual stream divided
     by sqrt(2 n_layer) (`GPTConfig.make_residual_init`), biases 0, norms 1. Parameters are float32.
 
-    `dtype` is the type of activations and matrix products. Norms, softmax and logits are always float32. `attention_fn`
-    is the kernel of causal attention, `sharding` the sharding of activations on a mesh. All three depend on the hardware
-    and are therefore not in `config`: `parallel` chooses them.
+    The fields after `config` depend on the hardware: `parallel` chooses them.
 
-    Example:
-        >>> model = GPT(GPTConfig(vocab_size=65, block_size=256, n_layer=6, n_head=6, n_embd=384))
-        >>> params = model.init(jax.random.key(0), tokens_BT)["params"]
-        >>> logits_BTV = model.apply({"params": params}, tokens_BT)
+    >>> model = GPT(GPTConfig(vocab_size=65, n_layer=2, n_head=2, n_embd=8))
+    >>> tokens_BT = jnp.zeros((1, 16), jnp.int32)
+    >>> params = model.init(jax.random.key(0), tokens_BT)["params"]
+    >>> model.apply({"params": params}, tokens_BT).shape
+    (1, 16, 65)
     """
 
     config: GPTConfig
-    dtype: DTypeLike = jnp.float32
-    attention_fn: AttentionFn = plain_attention
-    sharding: ShardingHooks = NO_SHARDING
+    dtype: DTypeLike = jnp.float32  # dtype of activations and matrix products; norms, softmax and logits are float32
+    attention_fn: AttentionFn = plain_attention  # the kernel of causal attention
+    sharding: ShardingHooks = NO_SHARDING  # the sharding of arrays on a mesh
 
     @nn.nowrap
     def shapes(self) -> dict:

@@ -82,14 +82,14 @@ class PromptFormat:
 class Run:
     """A trained model with all that is needed to use it."""
 
-    directory: Path
+    directory: Path  # the run directory
     metadata: RunMetadata
     experiment: Experiment
-    model: GPT
-    params: Params
-    tokenizer: Tokenizer
+    model: GPT  # the model, for this machine
+    params: Params  # its parameters
+    tokenizer: Tokenizer  # the tokenizer that it was trained with
     step: int  # optimiser steps that produced these parameters
-    val_loss: float | None  # nats per token at that step, if it was measured
+    val_loss: float | None  # validation loss at that step, in nats per token; None: it was not measured
 
     def sample(
         self,
@@ -123,7 +123,7 @@ class Run:
         the end-of-text token, a newline, or token 0: the first of them that exists.
 
         See `Sampling` for `temperature` to `greedy`. No temperature means the experiment's `train.sample_temperature`.
-        See `generate` for `cache_dtype` and `slots`. With `chat` each prompt is a user's turn, and the completion the assistant's.
+        See `Decoding` for `cache_dtype` and `slots`. With `chat` each prompt is a user's turn, and the completion the assistant's.
         With a `draft`, a smaller run with the same tokenizer, decoding is speculative (see `speculate`): a seed gives
         another completion, of the same distribution. `schema` (of JSON), `regex` or `choices` say what the completion
         must match: see `compile_grammar`.

@@ -14,8 +14,8 @@ CONFIDENCE = 0.95
 class MeanInterval(NamedTuple):
     """A mean, and the half-width of its confidence interval."""
 
-    mean: np.ndarray
-    margin: np.ndarray
+    mean: np.ndarray  # the mean
+    margin: np.ndarray  # half of the interval's width
 
 
 def mean_interval(samples: ArrayLike, confidence: float = CONFIDENCE) -> MeanInterval:

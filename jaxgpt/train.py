@@ -12,9 +12,9 @@ from flax import struct
 
 from jaxgpt.batch import Batch
 
-Params = dict[str, Any]  # a tree of arrays
-Metrics = dict[str, Any]  # the scalars of a step
-# (params, batch, dropout key or None) -> (a sum over targets in nats, their number, more such sums to report)
+Params = dict[str, Any]  #: parameters, a tree of arrays
+Metrics = dict[str, Any]  #: what a step reports, scalars by name
+#: (params, batch, dropout key or None) -> (a sum over targets in nats, their number, more such sums to report)
 LossFn = Callable[[Params, Batch, jax.Array | None], tuple[jax.Array, jax.Array, Metrics]]
 
 NUM_NORMS = 128  # number of gradient norms of taken steps to keep
@@ -26,7 +26,7 @@ TAKEN, NOT_FINITE, SPIKE = range(3)  # outcome of a step: metrics["skipped"]
 class SkipState:
     """State of the optimizer, which skipped steps do not change, and a record of those steps."""
 
-    inner_state: Any
+    inner_state: Any  # state of the Optax transformation
     skipped: jax.Array  # int32: steps skipped so far
     in_a_row: jax.Array  # int32: steps skipped since the last one taken
     norms: jax.Array  # float32 [NUM_NORMS]: a ring of gradient norms of the last steps taken, NaN where empty
@@ -38,8 +38,8 @@ class TrainState:
 
     step: jax.Array  # int32: batches seen
     params: Params  # float32: the trained parameters
-    opt_state: SkipState
-    frozen_params: Params | None = None  # the model's own, if `params` are adapters
+    opt_state: SkipState  # state of the optimizer, and a record of skipped steps
+    frozen_params: Params | None = None  # the model's own, if `params` are adapters; None: there are none
 
 
 def init_and_dropout_keys(seed: int) -> tuple[jax.Array, jax.Array]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxgpt.config.serialize import from_dict as from_dict
     from jaxgpt.config.serialize import to_dict as to_dict
 
-Precision = Literal["float32", "bfloat16", "int8"]  # of weights, and of keys and values, for sampling
+Precision = Literal["float32", "bfloat16", "int8"]  #: dtype of weights, and of keys and values, for sampling
 
 
 def __getattr__(name: str) -> Any:

@@ -32,12 +32,16 @@ if TYPE_CHECKING:
     from jaxgpt.loss import HeadLoss
     from jaxgpt.train import LossFn
 
-AxisSize = Annotated[int, Interval(ge=-1, le=LARGEST_SIZE)]  # of a mesh; -1: the rest of the devices
+AxisSize = Annotated[int, Interval(ge=-1, le=LARGEST_SIZE)]  # size of an axis of a mesh; -1: the rest of the devices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The data and the tokenizer."""
+    """The data and the tokenizer.
+
+    >>> DataConfig(path="chats.jsonl", tokenizer="byte").is_chat
+    True
+    """
 
     # built-in text: python-docs, shakespeare, sancho, quijote, or python-docs.jsonl (conversations)
     corpus: str = "python-docs"
@@ -45,7 +49,7 @@ class DataConfig:
     path: str | None = None
     tokenizer: str = "char"  # char, byte, bpe (trained on the text), ids, or the path of a tokenizer.json
     bpe_vocab_size: Annotated[int, Interval(ge=257, le=LARGEST_SIZE)] = 4096  # tokens of a BPE trained on the text
-    # share of the characters of each file, or of conversations, held out for validation: the last ones
+    # share of the characters of each file, or of all conversations, held out for validation: the last ones
     val_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.1
 
     def __post_init__(self) -> None:
@@ -93,9 +97,13 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-    """What training minimises: the cross-entropy of the next token. A subclass may minimise something else."""
+    """What training minimises: the cross-entropy of the next token. A subclass may minimise something else.
 
-    unit = "nats per token"  # what a validation loss is; a subclass that validates with something else names that
+    >>> Experiment(name="mine", objective=ObjectiveConfig()).objective.unit
+    'nats per token'
+    """
+
+    unit = "nats per token"  #: unit of the validation loss; a subclass that validates with something else names it
 
     def make_loss(self, model: nn.Module, *, head_loss: HeadLoss | None = None, label_smoothing: float = 0.0) -> LossFn:
         """Return the loss: (params, batch, key) -> (summed loss, number of targets, metrics). Arguments: `loss.make_loss`."""
@@ -106,13 +114,17 @@ class ObjectiveConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters (arXiv:2106.09685). With a rank, only they are trained, on the weights of train.init_from."""
+    """Low-rank adapters (arXiv:2106.09685). With a rank, only they are trained, on the weights of train.init_from.
+
+    >>> train = TrainConfig(init_from="gpt2")
+    >>> tuned = Experiment(name="tuned", lora=LoraConfig(rank=8), train=train)
+    """
 
     rank: Size | None = None  # rank of the adapters; None: no adapters, all parameters are trained
-    alpha: PositiveFloat = 16.0  # an adapter's output is multiplied by alpha / rank
-    # matrices of a block with an adapter: q, k, v, c_fc, c_gate, c_proj (of attention and of the MLP)
+    alpha: PositiveFloat = 16.0  # the output of an adapter is multiplied by alpha / rank
+    # the matrices of a block that have an adapter: q, k, v, c_fc, c_gate, c_proj (in attention and in the MLP)
     targets: tuple[str, ...] = ("q", "v")
-    # how the frozen matrices of the blocks are kept in training; int8: a quarter of float32's memory, rounded once, and
+    # dtype of the blocks' frozen matrices in training; int8: a quarter of float32's memory. They are rounded once, and
     # the adapters learn on the rounded ones, which `sample` and `export` use as well (arXiv:2305.14314 has 4 bits)
     frozen: Literal["float32", "int8"] = "float32"
 
@@ -124,21 +136,25 @@ class LoraConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """The hardware, and how the run uses it: never part of the experiment's identity."""
+    """The hardware, and how the run uses it: never part of the experiment's identity.
+
+    >>> parallel = ParallelConfig(strategy="mesh", fsdp=4, micro_batch_size=8)
+    >>> experiment = Experiment(name="sharded", parallel=parallel)
+    """
 
     # auto: single, or pmap with several devices; single: one device; pmap: a model replica per device; mesh: data x
     # fsdp x tensor devices, where fsdp and tensor shard the model
     strategy: Literal["auto", "single", "pmap", "mesh"] = "auto"
-    data: AxisSize = -1  # mesh devices that share the batch, each group of them with a full model; -1: the rest
-    fsdp: AxisSize = 1  # mesh devices that shard batch, parameters and optimiser state; -1: the rest
-    tensor: AxisSize = 1  # mesh devices that shard the heads, the MLP's hidden units and the vocabulary; -1: the rest
-    # mesh groups of devices between which the network is slow (TPU slices, GPU hosts); only data extends over several
+    data: AxisSize = -1  # mesh: groups of devices that share the batch, each with a full model; -1: the rest
+    fsdp: AxisSize = 1  # mesh: devices that shard batch, parameters and optimiser state; -1: the rest
+    tensor: AxisSize = 1  # mesh: devices that shard the heads, the MLP's hidden units and the vocabulary; -1: the rest
+    # mesh: groups of devices between which the network is slow (TPU slices, GPU hosts); only data extends over several
     slices: Size = 1
     # most sequences at once on a device; the rest of its share is accumulated; None: all
     micro_batch_size: PositiveInt | None = None
     # tokens of each sequence whose logits are in memory at once; None: all of block_size
     loss_chunk: PositiveInt | None = None
-    # of a loss in chunks; fused: a TPU kernel without logits in memory, on one device or by pmap; auto: fused where the
+    # kernel of a loss in chunks; fused: a TPU kernel without logits in memory, on one device or by pmap; auto: fused where the
     # products that it repeats take less time than the logits' traffic, else xla
     loss_kernel: Literal["auto", "xla", "fused"] = "auto"
     coordinator: str | None = None  # HOST:PORT of process 0; None: as JAX finds it on a cluster, else a single process
@@ -155,9 +171,8 @@ class ParallelConfig:
         check_fields(self)
         sizes = (self.data, self.fsdp, self.tensor)
         if 0 in sizes or sizes.count(-1) > 1:
-            raise UserError(
-                f"data={self.data}, fsdp={self.fsdp}, tensor={self.tensor}: needs counts of devices, at most one of them -1 (the rest)"
-            )
+            given = f"data={self.data}, fsdp={self.fsdp}, tensor={self.tensor}"
+            raise UserError(f"{given}: needs counts of devices, at most one of them -1 (the rest)")
         given = (self.coordinator is not None, self.processes is not None, self.process_id is not None)
         if any(given) and not all(given):
             raise UserError(
@@ -169,9 +184,13 @@ class ParallelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Everything that determines the result of a run."""
+    """Everything that determines the result of a run.
 
-    name: str  # letters, digits, - and _; names the run's directory, runs/NAME, unless --run-dir does
+    >>> experiment = Experiment(name="mine", model=GPTConfig(n_layer=4))
+    >>> other = dataclasses.replace(experiment, train=TrainConfig(seed=1))
+    """
+
+    name: str  # name of the run: letters, digits, - and _. Its directory is runs/NAME, unless --run-dir names another
     model: GPTConfig = dataclasses.field(default_factory=GPTConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
@@ -185,15 +204,12 @@ class Experiment:
         if not self.name.replace("-", "").replace("_", "").isalnum() or len(self.name.encode()) > 200:
             raise UserError(f"name={short(self.name)}: needs letters, digits, '-' and '_' only, at most 200 bytes")
         if self.lora.rank is not None and self.train.init_from is None:
-            raise UserError(
-                f"lora.rank={self.lora.rank} trains adapters of weights that are there: name them with --train.init-from"
-            )
+            weights = "weights that are there: name them with --train.init-from"
+            raise UserError(f"lora.rank={self.lora.rank} trains adapters of {weights}")
         chunk, context = self.parallel.loss_chunk, self.model.block_size
         if chunk is not None and chunk < context and context % chunk:
             near = nearest(chunk, (n for n in range(1, context + 1) if context % n == 0))
             raise UserError(f"parallel.loss_chunk={chunk} does not divide model.block_size={context}: take {near}")
-        ends = (0, *self.optim.horizons, self.train.steps)
-        if any(later <= earlier for earlier, later in itertools.pairwise(ends)):
-            raise UserError(
-                f"optim.horizons={self.optim.horizons}: needs rising steps below train.steps={self.train.steps}"
-            )
+        horizons, steps = self.optim.horizons, self.train.steps
+        if any(later <= earlier for earlier, later in itertools.pairwise((0, *horizons, steps))):
+            raise UserError(f"optim.horizons={horizons}: needs rising steps below train.steps={steps}")

@@ -29,74 +29,69 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The architecture, in the names of GPT-2. Other model families are other values, not other layers.
+    """The architecture, in the names of GPT-2. Other model families use the same layers with different settings.
 
     It builds the model that it describes: a subclass that overrides one of the `make_` methods is another architecture,
     with all the rest as it is. They import layers when they are called, so that configurations need no jax.
 
-    Example:
-        >>> @dataclasses.dataclass(frozen=True, kw_only=True)
-        ... class MoEConfig(GPTConfig):
-        ...     n_expert: int = 8
-        ...
-        ...     def make_mlp(self, layer: int, compute: Compute) -> nn.Module:
-        ...         return MoE(n_expert=self.n_expert, hidden=self.explicit().mlp_dim, dtype=compute.dtype)
-        >>> model = MoEConfig(vocab_size=65, n_layer=4).make_model()
+    >>> config = GPTConfig(vocab_size=65, n_layer=2, n_head=4, n_embd=128)
+    >>> config.explicit().head_dim, config.explicit().mlp_dim
+    (32, 512)
     """
 
-    vocab_size: Size | None = None  # number of tokens; None: the tokenizer's
-    block_size: Size = 1024  # context, in tokens
-    n_layer: Count = 12  # blocks
-    n_head: Count = 12  # query heads per block
-    # key/value heads, shared by n_head // n_kv_head queries each (GQA, arXiv:2305.13245); None: n_head
+    vocab_size: Size | None = None  # number of tokens in the vocabulary; None: the tokenizer's
+    block_size: Size = 1024  # length of the context, in tokens
+    n_layer: Count = 12  # number of blocks
+    n_head: Count = 12  # number of query heads in each block
+    # number of key/value heads in each block. n_head // n_kv_head query heads share one (GQA, arXiv:2305.13245); None: n_head
     n_kv_head: Count | None = None
     n_embd: Size = 768  # width of the residual stream
-    head_dim: Size | None = None  # elements per head; None: n_embd / n_head
-    # hidden width of the MLP; None: 4 n_embd, for gated activations 8/3 n_embd (the same parameter count)
+    head_dim: Size | None = None  # elements of each head; None: n_embd / n_head
+    # hidden units of the MLP; None: 4 n_embd, or 8/3 n_embd with a gated activation (the same parameter count)
     mlp_dim: Annotated[int, Interval(ge=1, le=4 * LARGEST_SIZE)] | None = None
     dropout: Fraction = 0.0  # dropout rate of embeddings, attention weights, attention output and MLP output
-    bias: bool = True  # biases in linear layers and LayerNorm
-    qkv_bias: bool | None = None  # biases in the projections to queries, keys and values; None: as bias
-    out_bias: bool | None = None  # bias in attention's output projection; None: as bias
+    bias: bool = True  # linear layers and LayerNorm have biases
+    qkv_bias: bool | None = None  # the projections to queries, keys and values have biases; None: as bias
+    out_bias: bool | None = None  # attention's output projection has a bias; None: as bias
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"  # LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467)
-    # pre: x + f(norm(x)); post: norm(x + f(x)), as in 2017; output: x + norm(f(x)), as in OLMo 2 (arXiv:2501.00656);
-    # sandwich: x + norm(f(norm(x))), as in Gemma 2 (arXiv:2408.00118)
+    # where a block has its norms; pre: x + f(norm(x)); post: norm(x + f(x)), as in 2017; output: x + norm(f(x)), as in
+    # OLMo 2 (arXiv:2501.00656); sandwich: x + norm(f(norm(x))), as in Gemma 2 (arXiv:2408.00118)
     norm_position: Literal["pre", "post", "output", "sandwich"] = "pre"
-    norm_eps: PositiveFloat = 1e-5  # added to the variance
-    norm_offset: bool = False  # RMSNorm's parameter is its scale - 1, as in Gemma
-    parallel_residual: bool = False  # x + attention(norm(x)) + mlp(norm(x)), as in GPT-NeoX (arXiv:2204.06745)
-    # gelu: by erf; gelu_tanh: GPT-2's; names with glu: gated (arXiv:2002.05202)
+    norm_eps: PositiveFloat = 1e-5  # number added to the variance
+    norm_offset: bool = False  # RMSNorm's parameter is its scale minus 1, as in Gemma
+    parallel_residual: bool = False  # blocks: x + attention(norm(x)) + mlp(norm(x)), as in GPT-NeoX (arXiv:2204.06745)
+    # nonlinearity of the MLP; gelu: by erf; gelu_tanh: GPT-2's; names with glu: gated (arXiv:2002.05202)
     activation: Literal["relu", "gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"] = "gelu_tanh"
-    position: Literal["learned", "sinusoidal", "rope", "none"] = "learned"  # how positions are encoded
+    position: Literal["learned", "sinusoidal", "rope", "none"] = "learned"  # how the positions of tokens are encoded
     rope_theta: PositiveFloat = 10_000.0  # the longest wavelength of rope is 2 pi rope_theta tokens (arXiv:2104.09864)
-    # share of each head that is rotated, from its first element on
+    # share of each head that rope rotates, from its first element on
     rope_fraction: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    # for sequences longer than those of pre-training; linear: multiply all wavelengths by rope_factor
-    # (arXiv:2306.15595); llama3: only the long ones
+    # how rope adapts to sequences longer than in pre-training; linear: all wavelengths are multiplied by rope_factor
+    # (arXiv:2306.15595); llama3: only the long ones are
     rope_scaling: Literal["none", "linear", "llama3"] = "none"
-    rope_factor: Annotated[float, Interval(ge=1)] = 1.0  # of linear and llama3
-    rope_low_freq_factor: PositiveFloat = 1.0  # llama3: wavelengths over original context / this are scaled
-    rope_high_freq_factor: float = 4.0  # llama3: wavelengths under original context / this are kept
-    rope_original_context: Size = 8192  # llama3: tokens of context in pre-training
+    rope_factor: Annotated[float, Interval(ge=1)] = 1.0  # linear and llama3: factor of the wavelengths
+    rope_low_freq_factor: PositiveFloat = 1.0  # llama3: wavelengths above rope_original_context / this are scaled
+    rope_high_freq_factor: float = 4.0  # llama3: wavelengths below rope_original_context / this are kept
+    rope_original_context: Size = 8192  # llama3: length of the context in pre-training, in tokens
     sliding_window: Size | None = None  # tokens that a token attends to, itself included (arXiv:2004.05150); None: all
-    global_every: Count | None = None  # every n-th layer attends to all tokens, not to a window; None: no layer does
-    # rope_theta of layers with a sliding window, without rope_scaling; None: as the other layers
+    global_every: Count | None = None  # every n-th layer attends to all tokens instead of a window; None: no layer does
+    # rope_theta of the layers with a sliding window, to which rope_scaling does not apply; None: as in the other layers
     rope_local_theta: PositiveFloat | None = None
-    qk_norm: bool = False  # RMSNorm over queries and keys before their product (arXiv:2302.05442)
-    qk_norm_over: Literal["head", "heads"] = "head"  # normalise each head alone, or all heads together, as in OLMo 2
+    qk_norm: bool = False  # apply RMSNorm to queries and keys before their product (arXiv:2302.05442)
+    qk_norm_over: Literal["head", "heads"] = "head"  # qk_norm normalises each head, or all heads together, as in OLMo 2
     query_scale: PositiveFloat | None = None  # attention scores are divided by its square root; None: the head size
-    # attention scores become c tanh(score / c) (arXiv:2408.00118); None: no cap
+    # cap c of attention scores, which become c tanh(score / c) (arXiv:2408.00118); None: no cap
     attention_softcap: PositiveFloat | None = None
-    tie_embeddings: bool = True  # use the token embedding as output matrix
+    tie_embeddings: bool = True  # use the token embedding as the output matrix too
     scale_embeddings: bool = False  # multiply token embeddings by sqrt(n_embd), as in 2017 and in Gemma
-    logit_softcap: PositiveFloat | None = None  # logits become c tanh(logit / c); None: no cap
-    # initial projections into the residual stream: std 0.02 / sqrt(2 n_layer), or zero
+    logit_softcap: PositiveFloat | None = None  # cap c of logits, which become c tanh(logit / c); None: no cap
+    # initial values of the projections into the residual stream; scaled: std 0.02 / sqrt(2 n_layer); zero: 0
     residual_init: Literal["scaled", "zero"] = "scaled"
-    # muP (arXiv:2203.03466): scale initial values and learning rates from this width to n_embd, so that the best ones
-    # of a narrow model are those of a wide one with heads of the same size; None: they are the same at every width
+    # width from which muP (arXiv:2203.03466) scales initial values and learning rates to n_embd, so that the best ones
+    # of a narrow model are also best for a wide one with heads of the same size; None: they are the same at every width
     mup_base_width: Size | None = None
-    scan_layers: bool = False  # one compiled block run n_layer times: compile time flat in depth, stacked parameters
-    # what the backward pass recomputes; dots: all but dense layers and attention kernels; full: all
+    scan_layers: bool = False  # compile one block and run it n_layer times, with stacked parameters: compile time does not grow with depth
+    # what the backward pass computes again, to save memory; dots: all but dense layers and attention kernels; full: all
     remat: Literal["none", "dots", "full"] = "none"
 
     def __post_init__(self) -> None:
@@ -123,10 +118,8 @@ class GPTConfig:
         if self.sliding_window is None and (self.global_every is not None or self.rope_local_theta is not None):
             raise UserError("global_every and rope_local_theta need a window: give sliding_window as well")
         if self.scan_layers and self.global_every is not None:
-            raise UserError(
-                f"scan_layers=True with global_every={self.global_every}: one compiled block runs all layers, which "
-                "must be alike; take scan_layers=False"
-            )
+            alike = "one compiled block runs all layers, which must be alike; take scan_layers=False"
+            raise UserError(f"scan_layers=True with global_every={self.global_every}: {alike}")
         if self.mup_base_width is not None and (self.norm_position == "post" or self.scale_embeddings):
             raise UserError(
                 f"mup_base_width={self.mup_base_width} with norm_position={self.norm_position}, scale_embeddings="
@@ -268,15 +261,8 @@ class GPTConfig:
         size = int(head_dim * self.rope_fraction)
         if window is not None and self.rope_local_theta is not None:
             return Rope(size, self.rope_local_theta)
-        return Rope(
-            size,
-            self.rope_theta,
-            self.rope_scaling,
-            self.rope_factor,
-            self.rope_low_freq_factor,
-            self.rope_high_freq_factor,
-            self.rope_original_context,
-        )
+        scaled = (self.rope_factor, self.rope_low_freq_factor, self.rope_high_freq_factor, self.rope_original_context)
+        return Rope(size, self.rope_theta, self.rope_scaling, *scaled)
 
     def make_kernel_init(self, branches: int = 1) -> nn.initializers.Initializer:
         """Return the initialiser of matrices whose outputs are summed over some branches; for muP see `optim`."""

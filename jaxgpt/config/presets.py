@@ -65,12 +65,8 @@ def finetune() -> Experiment:
 
 def gpt2(size: str = "124M") -> GPTConfig:
     """Return a GPT-2 of Radford et al. 2019: "124M", "350M", "774M" or "1558M"."""
-    n_layer, n_head, n_embd = {
-        "124M": (12, 12, 768),
-        "350M": (24, 16, 1024),
-        "774M": (36, 20, 1280),
-        "1558M": (48, 25, 1600),
-    }[size]
+    sizes = {"124M": (12, 12, 768), "350M": (24, 16, 1024), "774M": (36, 20, 1280), "1558M": (48, 25, 1600)}
+    n_layer, n_head, n_embd = sizes[size]
     return GPTConfig(vocab_size=50257, block_size=1024, n_layer=n_layer, n_head=n_head, n_embd=n_embd, dropout=0.1)
 
 

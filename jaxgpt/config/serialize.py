@@ -32,11 +32,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def _is_json(value: Any) -> bool:
-    return (
-        value is None
-        or isinstance(value, str | int | float)
-        or (isinstance(value, tuple) and all(map(_is_json, value)))
-    )
+    return isinstance(value, str | int | float | None) or (isinstance(value, tuple) and all(map(_is_json, value)))
 
 
 def from_dict(

@@ -31,28 +31,34 @@ Decay = Annotated[float, Interval(ge=0, lt=0.999999)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """The optimiser and its schedule."""
+    """The optimiser and its schedule.
 
-    name: Literal["adamw", "muon"] = "adamw"  # muon: the blocks' matrices by Muon (Jordan 2024), the rest by AdamW
+    >>> optim = OptimConfig(name="muon", learning_rate=3e-3, schedule="wsd")
+    >>> optim.warmup(steps=600)
+    60
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"  # muon: Muon (Jordan 2024) trains the blocks' matrices, AdamW the rest
     learning_rate: PositiveFloat = 1e-3  # peak learning rate of AdamW
     muon_learning_rate: PositiveFloat = 0.02  # peak learning rate of Muon
-    # after warm-up; wsd: constant, then linear to the minimum (arXiv:2405.18392); inverse_sqrt: as in 2017, no minimum
+    # learning rate after warm-up; wsd: constant, then linear to the minimum (arXiv:2405.18392); inverse_sqrt: as in 2017, no minimum
     schedule: Literal["cosine", "wsd", "inverse_sqrt", "constant"] = "cosine"
-    warmup_steps: NonNegativeInt | None = None  # linear from 0; None, or above train.steps: a tenth, at most 100
-    # earlier train.steps of a run that was extended: the steps up to each follow the schedule that ends there
+    # steps in which the learning rate rises from 0; None: a tenth of train.steps, at most 100. More than train.steps count as None
+    warmup_steps: NonNegativeInt | None = None
+    # earlier values of train.steps of a run that was extended: the steps up to each follow the schedule that ends there
     horizons: tuple[int, ...] = ()
     decay_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.2  # share of the steps in which wsd decays
-    min_lr_ratio: Annotated[float, Interval(ge=0, le=1)] = 0.1  # final learning rate / peak
-    beta1: Decay = 0.9  # decay of AdamW's first moment
-    beta2: Decay = 0.99  # decay of AdamW's second moment
-    eps: PositiveFloat = 1e-8  # added to AdamW's denominator
-    weight_decay: NonNegativeFloat = 0.1  # of matrices only, multiplied by the learning rate
-    momentum: Decay = 0.95  # of Muon
+    min_lr_ratio: Annotated[float, Interval(ge=0, le=1)] = 0.1  # final learning rate divided by its peak
+    beta1: Decay = 0.9  # decay rate of AdamW's first moment
+    beta2: Decay = 0.99  # decay rate of AdamW's second moment
+    eps: PositiveFloat = 1e-8  # number added to AdamW's denominator
+    weight_decay: NonNegativeFloat = 0.1  # decay of matrices only, multiplied by the learning rate
+    momentum: Decay = 0.95  # momentum of Muon
     grad_clip: PositiveFloat | None = 1.0  # largest global norm of the gradients; None: no clipping
-    # skip a step whose gradient norm exceeds this many times the median of the last 128; None: skip no finite one
+    # skip a step whose gradient norm exceeds this many times the median of the last 128; None: no finite one is skipped
     skip_spikes: Annotated[float, Interval(gt=1)] | None = None
     label_smoothing: Fraction = 0.0  # share of each target spread over all tokens, in training only (arXiv:1512.00567)
-    max_skipped: PositiveInt = 10  # steps skipped in a row, as spikes or as not finite, that end the run
+    max_skipped: PositiveInt = 10  # steps skipped in a row, as spikes or as not finite, after which the run ends
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -90,13 +96,17 @@ class OptimConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The training loop. A step is one optimiser step, whatever the devices and the accumulation."""
+    """The training loop. A step is one optimiser step, whatever the devices and the accumulation.
 
-    steps: Annotated[int, Interval(ge=1, le=2**40)] = 1000  # optimiser steps
+    >>> train = TrainConfig(steps=600, batch_size=16, eval_every=100)
+    >>> longer = dataclasses.replace(train, steps=1200)
+    """
+
+    steps: Annotated[int, Interval(ge=1, le=2**40)] = 1000  # number of optimiser steps
     batch_size: Size = 32  # sequences per optimiser step, over all devices and micro-batches
     seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0  # seed of weights, data order and dropout
-    # run, or directory or Hub id of a model: start from its weights, tokenizer and architecture, but for dropout,
-    # remat, scan_layers and a shorter block_size; None: random weights
+    # run, or directory or Hub id of a model: start from its weights, tokenizer and architecture. dropout, remat,
+    # scan_layers and a shorter block_size may differ; None: random weights
     init_from: str | None = None
     # dtype of activations; auto: float32 on CPU, bfloat16 on GPU and TPU
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -105,7 +115,7 @@ class TrainConfig:
     attention: Literal["auto", "plain", "native", "xla", "cudnn", "splash"] = "auto"
     log_every: PositiveInt = 10  # steps between lines of metrics.jsonl
     eval_every: PositiveInt = 250  # steps between validations; the last step has one too
-    eval_tokens: PositiveInt | None = None  # validation tokens per evaluation, spread evenly; None: the whole split
+    eval_tokens: PositiveInt | None = None  # tokens per validation, spread evenly over the split; None: all of them
     checkpoint_every: PositiveInt = 1000  # steps between checkpoints; the best validation and the end are kept as well
     keep_last: PositiveInt = 2  # newest checkpoints kept besides the best; the second is read if the first is damaged
     keep_every: PositiveInt | None = None  # checkpoints at multiples of this many steps are never deleted; None: none

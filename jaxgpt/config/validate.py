@@ -25,10 +25,10 @@ SMALLEST_FLOAT, LARGEST_FLOAT = 1e-18, 1e18
 class Interval(NamedTuple):
     """Bounds of a number, in its annotation: `Annotated[int, Interval(ge=1)]`, with the names of annotated-types."""
 
-    ge: float | None = None
-    gt: float | None = None
-    le: float | None = None
-    lt: float | None = None
+    ge: float | None = None  # the number is at least this; None: no bound
+    gt: float | None = None  # the number is more than this; None: no bound
+    le: float | None = None  # the number is at most this; None: no bound
+    lt: float | None = None  # the number is less than this; None: no bound
 
 
 Count = Annotated[int, Interval(ge=1, le=LARGEST_COUNT)]

@@ -17,7 +17,7 @@ from jaxgpt.data.tokenizer import Tokenizer
 PREFETCH = 16  # batches read ahead
 WALKED = 2**16  # windows of an epoch that are permuted at once
 MOST_STEPS = 2**40  # steps of an endless run, and the maximum of `TrainConfig.steps`
-RowReader = Callable[[int], tuple[Any, ...]]  # index of a row -> that row of each field of a `Batch`
+RowReader = Callable[[int], tuple[Any, ...]]  #: index of a row -> that row of each field of a `Batch`
 
 
 class Split(Protocol):
@@ -116,11 +116,11 @@ class Tokens(Split):
 class Dataset:
     """The two splits, their tokenizer, and a fingerprint: runs with the same one are comparable."""
 
-    train: Split
-    val: Split
-    tokenizer: Tokenizer
-    val_characters: int | None = None  # for bits per character. None means that the text is unknown
-    val_bytes: int | None = None  # bytes of that text in UTF-8, for bits per byte
+    train: Split  # rows to train on
+    val: Split  # rows to validate with
+    tokenizer: Tokenizer  # the tokenizer of both splits
+    val_characters: int | None = None  # length of val's text, for bits per character. None means that the text is unknown
+    val_bytes: int | None = None  # length of that text in UTF-8, for bits per byte. None means that the text is unknown
     # token counts of both splits, and the SHA-256 of both (for shards: of each file) and of the tokenizer
     fingerprint: dict[str, Any]
     # entries of tokenizer_config.json for the chat template: {} if the tokenizer implies it, None without conversations

@@ -82,7 +82,7 @@ def check_message(message: Any, where: str) -> Message:
 class Written:
     """A conversation rendered as text."""
 
-    text: str
+    text: str  # the whole conversation
     answers: tuple[Span, ...]  # what the assistant writes
     contents: tuple[Span, ...]  # contents of the messages, in which special tokens written out are text
 
@@ -91,8 +91,8 @@ class Written:
 class Turns:
     """A template in which every turn is `before`, the content, `end` and a newline."""
 
-    before: str  # contains {role} or {Role}
-    end: str
+    before: str  # header of a turn, which contains {role} or {Role}
+    end: str  # text that ends a turn
     special: bool  # whether `end` is a special token. If not, no content may contain it
     begin: str = ""  # the tokenizer's prefix, as text
 
@@ -235,9 +235,9 @@ def compile_template(source: str) -> Callable[..., str]:
 class Jinja:
     """A tokenizer's own template."""
 
-    source: str
+    source: str  # the template, in Jinja's language
     tokens: dict[str, str]  # text of bos_token, eos_token, ...
-    specials: tuple[str, ...]
+    specials: tuple[str, ...]  # texts of all special tokens
 
     def _text(
         self, messages: Sequence[Message], tools: Sequence[Tool], *, prompt: bool = False

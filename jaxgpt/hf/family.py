@@ -389,10 +389,11 @@ class Family:
     """A model family in a format: its names, and the rules for the configuration and for the tensors."""
 
     model_type: str  # transformers' name for it, in config.json
-    architecture: str | None = None  # transformers' class. None means another format, without these two names
+    # transformers' class. None means another format, with neither name in its configuration
+    architecture: str | None = None
     prefix: str = ""  # begins the names of all tensors but the output matrix. Checkpoints of the base model lack it
-    config_rules: tuple[ConfigRule, ...]
-    weight_rules: tuple[WeightRule, ...]
+    config_rules: tuple[ConfigRule, ...]  # how each field of the configuration is stored
+    weight_rules: tuple[WeightRule, ...]  # how each parameter is stored
 
     def read(self, hf: dict[str, Any]) -> GPTConfig:
         """Return the architecture that a config.json describes. Raises `UserError` if our layers do not support it."""

@@ -49,9 +49,9 @@ Metric = Callable[[jax.Array], Any]
 class Ablations(NamedTuple):
     """The rise of the loss without each part."""
 
-    loss: float  # the whole model's, nats per token
-    heads: MeanInterval  # over rows, in nats per token: arrays [L, N]
-    mlps: MeanInterval  # arrays [L]
+    loss: float  # loss of the whole model, in nats per token
+    heads: MeanInterval  # the rise without each head, over rows, in nats per token: arrays [L, N]
+    mlps: MeanInterval  # the rise without each MLP, over rows, in nats per token: arrays [L]
 
 
 def ablate_all(
@@ -185,10 +185,10 @@ def _measure(model: EditedGPT, params: Params, x_R1D: jax.Array, metric: Metric)
 class Attribution(NamedTuple):
     """Contributions to the difference of two logits at the last position. Their sum is the difference."""
 
-    embedding: jax.Array  # []: of token and position
-    heads_LN: jax.Array
-    biases_L: jax.Array  # attention's c_proj
-    mlps_L: jax.Array
+    embedding: jax.Array  # []: token and position together
+    heads_LN: jax.Array  # each head
+    biases_L: jax.Array  # the bias of attention's c_proj in each layer
+    mlps_L: jax.Array  # each MLP
     norm: jax.Array  # []: the bias of the last norm
 
     def total(self) -> jax.Array:
@@ -371,9 +371,9 @@ def _fit_lens(model: EditedGPT, params: Params, tokens_BT: jax.Array, skip_first
 class Probe(NamedTuple):
     """A linear classifier, logits_UC = x_UD @ weights_DC + bias_C, and its score on rows it was not fitted to."""
 
-    weights_DC: np.ndarray
-    bias_C: np.ndarray
-    accuracy: float
+    weights_DC: np.ndarray  # weights
+    bias_C: np.ndarray  # bias
+    accuracy: float  # share of the rows that it labels correctly
     loss: float  # nats per row
     chance: float  # accuracy of always answering the most frequent label of the fitted rows
 

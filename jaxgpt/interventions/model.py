@@ -51,11 +51,11 @@ class Edit:
     """`x = keep * x + add` at one place. Make it by `zero`, `replace`, `scale` or `add`."""
 
     place: str  # one of PLACES
-    layer: int | None = None  # from 0, None for the embedding
-    index: Indices = None  # heads, units or elements of the vector, from 0
-    positions: Indices = None  # positions of tokens, in generated text too
-    keep: float = 1.0
-    add: ArrayLike = 0.0  # broadcast to [positions, selected, ...]
+    layer: int | None = None  # number of the layer, from 0. None means the embedding, which has none
+    index: Indices = None  # heads, units or elements of the vector, from 0. None means all
+    positions: Indices = None  # positions of tokens, in generated text too. None means all
+    keep: float = 1.0  # factor of x
+    add: ArrayLike = 0.0  # what is added to x, broadcast to [positions, selected, ...]
 
 
 def zero(place: str, layer: int | None = None, *, index: Indices = None, positions: Indices = None) -> Edit:
@@ -298,8 +298,8 @@ class EditedGPT(GPT):
 class Forward(NamedTuple):
     """The result of one forward pass."""
 
-    logits_BTV: jax.Array  # float32
-    activations: dict[str, jax.Array]  # by name, such as "h_0/heads": [B, T, ...]
+    logits_BTV: jax.Array  # float32: the logits of each next token
+    activations: dict[str, jax.Array]  # what was read, by name, such as "h_0/heads": [B, T, ...]
 
 
 def run(model: GPT, params: Params, tokens_BT: Any, edits: Sequence[Edit] = (), *, read: Sequence[str] = ()) -> Forward:

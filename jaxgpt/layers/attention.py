@@ -21,26 +21,30 @@ class Attention(nn.Module):
 
     Query head n uses key/value head n // G. `project`, `attend` and `merge_heads` are methods of their own, so that
     `nn.intercept_methods` can replace one: decoding attends to a cache, interventions edit what passes between them.
+
+    >>> attention = Attention(n_embd=8, n_head=4, n_kv_head=2)
+    >>> params = attention.init(jax.random.key(0), jnp.ones((1, 4, 8)))
     """
 
-    n_embd: int
-    n_head: int
-    n_kv_head: int | None = None  # None means n_head
-    head_dim: int | None = None  # None means n_embd // n_head
-    qkv_bias: bool = True
-    out_bias: bool = True
+    n_embd: int  # width D
+    n_head: int  # number of query heads, N
+    n_kv_head: int | None = None  # number of key/value heads, K. None means n_head
+    head_dim: int | None = None  # elements of each head, H. None means n_embd // n_head
+    qkv_bias: bool = True  # q, k and v have biases
+    out_bias: bool = True  # c_proj has a bias
     dropout: float = 0.0  # share of the attention weights, and of the output, that is dropped
-    qk_norm: str | None = None  # "head" is over each query and key head, "heads" over all of them concatenated
-    make_norm: Callable[[], nn.Module] = RMSNorm
-    rope: Rope | None = None  # None means no rotation
+    # "head" norms each query and key head, "heads" all of them concatenated. None means no norm
+    qk_norm: str | None = None
+    make_norm: Callable[[], nn.Module] = RMSNorm  # makes the norms of queries and keys
+    rope: Rope | None = None  # the rotation of queries and keys. None means no rotation
     scale: float | None = None  # factor of the scores. None means 1 / sqrt(H)
     window: int | None = None  # tokens that each token attends to, itself included. None means all
     softcap: float | None = None  # cap of the scores. None means no cap
-    kernel_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)
-    residual_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)  # for c_proj
+    kernel_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)  # initial values of q, k and v
+    residual_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)  # initial values of c_proj
     causal: bool = True  # False: tokens attend to all of their document, by the plain kernel
     attention_fn: AttentionFn = plain_attention  # the kernel of causal attention
-    dtype: DTypeLike = jnp.float32
+    dtype: DTypeLike = jnp.float32  # dtype of activations and matrix products
 
     def setup(self) -> None:
         """Create the projections and norms."""

@@ -26,26 +26,26 @@ class ShardingHooks(NamedTuple):
     reduce_loss: Callable[[Callable], Callable] = _identity
 
 
-NO_SHARDING = ShardingHooks()
+NO_SHARDING = ShardingHooks()  #: the functions of `ShardingHooks` that do nothing
 
 
 class Compute(NamedTuple):
     """How modules compute, which is not part of the architecture: `GPTConfig.make_...` hand it to what they build."""
 
-    dtype: DTypeLike = jnp.float32  # for activations and matrix products
+    dtype: DTypeLike = jnp.float32  # dtype of activations and matrix products
     attention_fn: AttentionFn = plain_attention  # the kernel of causal attention
-    sharding: ShardingHooks = NO_SHARDING
+    sharding: ShardingHooks = NO_SHARDING  # the sharding of arrays on a mesh
 
 
 class Block(nn.Module):
     """A block, x_BTD -> x_BTD, with the parts that `config` makes. See `GPTConfig.norm_position` and `parallel_residual`.
 
-    `layer` is the block's number from 0, with scan_layers 0 for all of them.
+    >>> block = Block(GPTConfig(n_head=2, n_embd=8))
     """
 
-    config: GPTConfig
-    layer: int = 0
-    compute: Compute = Compute()
+    config: GPTConfig  # the architecture, which makes attention, MLP and norms
+    layer: int = 0  # number of the block, from 0; with scan_layers 0 for all of them
+    compute: Compute = Compute()  # dtype, kernel and sharding
 
     def setup(self) -> None:
         """Create attention, MLP and norms."""

@@ -28,8 +28,8 @@ def _dot_general(x, kernel, dimension_numbers, precision=None, preferred_element
 class Dense(nn.Dense):
     """linen's Dense, x_BTD -> x_BTF: `kernel` [D, F] and `bias` [F] in float32, arithmetic in `dtype`."""
 
-    dtype: Any = jnp.float32
-    dot_general: Any = _dot_general
+    dtype: Any = jnp.float32  # dtype of inputs and products
+    dot_general: Any = _dot_general  # the product, with x's axes but the last folded into one
 
 
 @jax.custom_vjp
@@ -60,9 +60,9 @@ def take_rows(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
 class Embedding(nn.Module):
     """Token embedding by the rows of `embedding` [V, D], in float32, and logits by the same rows."""
 
-    vocab_size: int
-    width: int
-    embedding_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)
+    vocab_size: int  # number of tokens, V
+    width: int  # elements of a row, D
+    embedding_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)  # initial values
     lookup: Callable[[jax.Array, jax.Array], jax.Array] = take_rows  # (table_VD, tokens_BT) -> x_BTD
 
     @nn.compact
@@ -82,8 +82,8 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """Logits of hidden states, x_UD -> logits_UV in float32, by `kernel` [D, V]."""
 
-    vocab_size: int
-    kernel_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)
+    vocab_size: int  # number of tokens, V
+    kernel_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)  # initial values
 
     @nn.compact
     def __call__(self, x_UD: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ def gelu(x: jax.Array) -> jax.Array:
     return 0.5 * x * (1.0 + jax.lax.erf(x * math.sqrt(0.5)))
 
 
-# Both forms of GELU are named: torch.nn.GELU() is by erf, GPT-2's and jax.nn.gelu's default by tanh.
+#: Nonlinearities by name. GELU has both forms, as torch.nn.GELU() is by erf, GPT-2's and jax.nn.gelu's default by tanh.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "gelu": gelu,
@@ -39,13 +39,13 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class MLP(nn.Module):
     """x_BTD -> x_BTD, each token separately: `c_proj(act(c_fc(x)))`, or gated `c_proj(act(c_gate(x)) * c_fc(x))`."""
 
-    hidden: int  # F
-    activation: str = "gelu_tanh"
-    use_bias: bool = True
-    dropout: float = 0.0
-    kernel_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)
-    residual_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)  # for c_proj
-    dtype: DTypeLike = jnp.float32
+    hidden: int  # number of hidden units, F
+    activation: str = "gelu_tanh"  # name of the nonlinearity: a key of `ACTIVATIONS`
+    use_bias: bool = True  # the layers have biases
+    dropout: float = 0.0  # dropout rate of the output
+    kernel_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)  # initial c_fc and c_gate
+    residual_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)  # initial c_proj
+    dtype: DTypeLike = jnp.float32  # dtype of activations and matrix products
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, *, train: bool = False) -> jax.Array:

@@ -36,9 +36,9 @@ def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
 class LayerNorm(nn.Module):
     """`layer_norm` with a learned scale (gamma, from `first_scale`) and bias (beta, from 0). x_BTD -> x_BTD."""
 
-    eps: float = 1e-5
-    use_bias: bool = True
-    first_scale: float = 1.0
+    eps: float = 1e-5  # number added to the variance
+    use_bias: bool = True  # there is a bias
+    first_scale: float = 1.0  # initial value of the scale
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -52,9 +52,9 @@ class LayerNorm(nn.Module):
 class RMSNorm(nn.Module):
     """`rms_norm` with a learned scale, from `first_scale`. x_BTD -> x_BTD."""
 
-    eps: float = 1e-5
+    eps: float = 1e-5  # number added to the mean square
     offset: bool = False  # the parameter is the scale minus 1
-    first_scale: float = 1.0
+    first_scale: float = 1.0  # initial value of the scale
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:

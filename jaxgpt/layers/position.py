@@ -31,12 +31,12 @@ class Rope(NamedTuple):
     """Wavelengths of the rotations, and how many elements of a head they apply to."""
 
     size: int  # elements of each head that are rotated, from the first on: even
-    theta: float
-    scaling: str = "none"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context: int = 8192
+    theta: float  # base: the longest wavelength is 2 pi theta tokens
+    scaling: str = "none"  # "none", "linear" or "llama3": see `frequencies`
+    factor: float = 1.0  # factor of the wavelengths that are scaled
+    low_freq_factor: float = 1.0  # llama3: wavelengths above original_context / this are scaled
+    high_freq_factor: float = 4.0  # llama3: wavelengths below original_context / this are kept
+    original_context: int = 8192  # llama3: length of the context in pre-training, in tokens
 
     def frequencies(self) -> jax.Array:
         """Return radians per token of each pair, [size / 2] in float32: theta^(-2i/size), scaled for longer contexts.

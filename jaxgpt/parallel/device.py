@@ -33,7 +33,7 @@ class Peaks:
     torus: int = 0  # dimensions of the torus of links, 0 if one switch connects all devices of a host
 
 
-# By JAX's full name of the device: "NVIDIA A100-SXM4-40GB MIG 1g.5gb" and "TPU v4 lite" are unknown.
+#: `Peaks` by JAX's full name of the device. "NVIDIA A100-SXM4-40GB MIG 1g.5gb" and "TPU v4 lite" are unknown.
 PEAKS = {
     # GPU: nvidia.com's data sheets of A100, H100, H100 NVL, H200 and H200 NVL. B200 (HGX) is from
     # glennklockwood.com/garden/processors/B200, RTX PRO 6000 Blackwell without a page of Nvidia's at hand. FLOP/s without
@@ -82,8 +82,8 @@ PACKED = "it cannot separate the conversations that are packed into a row"
 class ComputeOptions:
     """The dtype and attention kernel that a model computes with on this machine."""
 
-    dtype: DTypeLike
-    attention: str  # a key of `KERNELS`
+    dtype: DTypeLike  # dtype of activations and matrix products
+    attention: str  # name of the kernel: a key of `KERNELS`
     reason: str  # dtype and kernel, and why the kernel was chosen
 
     @property

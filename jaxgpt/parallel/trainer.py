@@ -43,13 +43,13 @@ class Trainer:
     """The compiled steps of one experiment on its devices, and the shapes of their arguments."""
 
     options: ComputeOptions
-    model: GPT  # with the dtype, kernel and sharding hooks for the devices
+    model: GPT  # the model, with the dtype, kernel and sharding hooks for the devices
     strategy: Strategy
     split: BatchSplit
     init_state: InitFn  # (key, params=None) -> the state of step 0
     train_step: StepFn  # (state, batch, key) -> (state, metrics). It donates the old state
     eval_step: EvalFn  # (params, batch) -> (summed nats, number of targets)
-    objective: ObjectiveConfig
+    objective: ObjectiveConfig  # what training minimises
     merge: Callable[[Params, Params | None], Params]  # see `merged_params`
     eval_params: Callable[[TrainState], Params] | None  # see `OptimConfig`. None means the trained ones
     checksums: Callable[[TrainState], jax.Array] | None  # see `Strategy`

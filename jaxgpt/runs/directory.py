@@ -114,10 +114,10 @@ def is_training(directory: Path) -> bool:
 class Origin:
     """The pretrained weights that a run started from, named by `train.init_from`."""
 
-    directory: str  # where they were
+    directory: str  # where the weights were
     step: int | None  # the step of the run that they come from. None means a model in Hugging Face's format
-    sha256: str  # see `pretrained.Weights`
-    model: GPTConfig  # their architecture, with the fields that the experiment decides
+    sha256: str  # SHA-256 of the weights: see `pretrained.Weights`
+    model: GPTConfig  # the architecture of the weights, with the fields that the experiment decides
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -128,14 +128,14 @@ class RunMetadata:
     """The content of `experiment.json`."""
 
     directory: Path  # the run directory
-    experiment: Experiment  # as it is trained: with the architecture of `origin`, and the run directory's tokenizer
-    given: Experiment  # as the user configured it
-    origin: Origin | None
-    vocab_size: Size
+    experiment: Experiment  # the experiment as it is trained: with the architecture of `origin`, and the run directory's tokenizer
+    given: Experiment  # the experiment as the user configured it
+    origin: Origin | None  # the weights that it started from; None: random ones
+    vocab_size: Size  # number of tokens
     data: dict  # fingerprint of the dataset
     imported: dict | None  # source of an imported model. None means that the run was trained here
     versions: dict  # versions of Python, jaxgpt and the packages that it computed with when the run was started
-    device: str  # device kind on which the run was started
+    device: str  # kind of device on which the run was started
     command: str | None  # command that started the run
     code: dict | None  # SHA-256 of each file of its own classes, kept in code/. None if it has none, or no file
 

@@ -35,9 +35,13 @@ class Sampling:
     """How to draw the next token.
 
     They apply in transformers' order: penalties, biases, temperature, top_k, top_p, min_p, typical_p. None leaves one out.
+
+    >>> Sampling(temperature=0.8, top_p=0.9).has_penalty
+    False
     """
 
-    # below 1 is safer, above 1 bolder, 0 (below 1e-6) greedy. None means 1, or a run's train.sample_temperature
+    # divisor of the logits: below 1 is safer, above 1 bolder, 0 (below 1e-6) greedy. None means 1, or a run's
+    # train.sample_temperature
     temperature: NonNegativeFloat | None = None
     # draw from the k most likely tokens (Fan et al. 2018, arXiv:1805.04833). None means from all
     top_k: PositiveInt | None = None
@@ -50,9 +54,9 @@ class Sampling:
     typical_p: Annotated[float, Interval(gt=0, le=1)] | None = None
     # above 1, tokens of prompt and completion become less likely (Keskar et al. 2019, arXiv:1909.05858). None means no penalty
     repetition_penalty: Annotated[float, Interval(ge=1e-6, le=1e6)] | None = None
-    # taken from a token's logit for each time that the completion has it, as in OpenAI's interface. None means no penalty
+    # subtracted from a token's logit for each time that the completion has it, as in OpenAI's interface. None means no penalty
     frequency_penalty: Penalty | None = None
-    # taken once from the logit of each token that the completion has. None means no penalty
+    # subtracted once from the logit of each token that the completion has. None means no penalty
     presence_penalty: Penalty | None = None
     # pairs of a token id and what is added to its logit, -100 to 100: -100 bans it
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -78,20 +82,20 @@ FILTERS = tuple(field.name for field in dataclasses.fields(Sampling) if field.na
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """Options of decoding that depend on neither the model nor the prompts: see `generate`.
+    """Options of decoding that depend on neither the model nor the prompts. `UserError` for values out of range.
 
-    Raises `UserError` for values out of range.
+    >>> decoding = Decoding(max_new_tokens=100, sampling=Sampling(top_k=40))
     """
 
-    max_new_tokens: int
+    max_new_tokens: int  # most tokens of a completion, at least 1
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
-    stop_tokens: Sequence[int] = ()
-    vocab_size: int | None = None
-    cache_dtype: Precision | None = None
-    bucket: int = BUCKET
-    logprobs: bool = False
-    slots: int | None = None
-    grammar: Grammar | None = None
+    stop_tokens: Sequence[int] = ()  # ids; a completion ends before the first of them
+    vocab_size: int | None = None  # ids from this on, padding of the vocabulary, are never drawn; None: all may be
+    cache_dtype: Precision | None = None  # dtype of keys and values; int8: a quarter of float32's; None: the model's
+    bucket: int = BUCKET  # tokens that the cache has room for, doubled as needed: other lengths rarely recompile
+    logprobs: bool = False  # also return log-probabilities of generated and prompt tokens
+    slots: int | None = None  # prompts decoded together; another number may round a logit differently; None: all
+    grammar: Grammar | None = None  # what each completion must match: see `compile_grammar`; None: any text
 
     def __post_init__(self) -> None:
         """Check the fields. Convert ids and counts to Python's."""

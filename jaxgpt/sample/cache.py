@@ -45,8 +45,8 @@ LOWEST = jnp.finfo(jnp.float32).min
 class LayerCache(flax.struct.PyTreeNode):
     """One layer's keys and values, normed and rotated."""
 
-    k_BKSH: jax.Array
-    v_BKSH: jax.Array
+    k_BKSH: jax.Array  # keys
+    v_BKSH: jax.Array  # values
     # int8 caches have one scale per token and head (`quantize.to_int8`). None means the values themselves
     k_scale_BKS: jax.Array | None = None
     v_scale_BKS: jax.Array | None = None
@@ -132,7 +132,7 @@ class LayerCache(flax.struct.PyTreeNode):
 class KVCache(flax.struct.PyTreeNode):
     """Keys and values of all layers, or what `init_cache` returned, in the order in which tokens are mixed."""
 
-    layers: tuple[Any, ...]
+    layers: tuple[Any, ...]  # a `LayerCache` for each layer, or what `init_cache` returned
     block: int = flax.struct.field(pytree_node=False)  # columns that attention reads at a time. It divides S
 
     @property

@@ -43,7 +43,7 @@ class Request:
 
     prompt: Sequence[int]  # ids, 1 to block_size
     key: jax.Array  # the key of all draws: see `prompt_keys`
-    max_new_tokens: int
+    max_new_tokens: int  # most tokens of the completion, at least 1
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     stop_tokens: Sequence[int] = ()  # the completion ends before the first of these
     top_logprobs: int | None = None  # alternatives of each token, 0 to MAX_TOP. None means no log-probabilities
@@ -53,11 +53,11 @@ class Request:
 class Piece(NamedTuple):
     """New tokens of the request in a slot, without the stop token."""
 
-    slot: int
-    tokens: list[int]
-    # for each token, in nats, before temperature and filters. nan if a grammar put it in another's place, empty unless requested
+    slot: int  # number of the request's slot
+    tokens: list[int]  # ids
+    # log-probability of each token, in nats, before temperature and filters. nan if a grammar put it in another's place, empty unless requested
     logprobs: list[float]
-    top: list[list[tuple[int, float]]]  # for each token, the most probable (id, logprob), best first
+    top: list[list[tuple[int, float]]]  # the most probable (id, logprob) in each token's place, best first
     finish: str | None  # "stop" if a stop token was drawn, "length" if no token is left, None if unfinished
 
 
@@ -308,9 +308,9 @@ class Generated:
     Log-probabilities are in nats, from the logits before temperature and filters. They are None unless requested.
     """
 
-    tokens: list[list[int]]
-    logprobs: list[list[float]] | None = None  # for each of `tokens`
-    prompt_logprobs: list[list[float]] | None = None  # for each token of the prompt, nan for the first
+    tokens: list[list[int]]  # ids of each completion
+    logprobs: list[list[float]] | None = None  # log-probability of each of `tokens`. None unless requested
+    prompt_logprobs: list[list[float]] | None = None  # the same of each token of the prompt, nan for the first
 
 
 def generate(
@@ -340,15 +340,8 @@ def generate(
         params: its parameters.
         prompts: lists of ids, none empty, else `UserError`. Beyond block_size only the end is read, with a warning.
         key: the key of all draws. Each prompt has its own, derived from it and from how many equal prompts come before it.
-        max_new_tokens: at least 1.
+        max_new_tokens: at least 1. It and the other arguments are the fields of `Decoding`.
         sampling: filters of the logits. None means the model's own distribution.
-        stop_tokens: a row ends before the first of these that it draws.
-        logprobs: also return log-probabilities of generated and prompt tokens.
-        vocab_size: ids from this number on are never drawn, for a vocabulary padded beyond the tokenizer's. None means all.
-        cache_dtype: the dtype of keys and values. None means the model's. "int8" takes a quarter of float32's memory.
-        bucket: the cache has room for `bucket` tokens, or twice that, or four times: other lengths rarely recompile.
-        slots: prompts that are decoded together. None means all. Another number may round a logit differently.
-        grammar: what each completion must match: see `sample.grammar`. None means any text.
     """
     decoding = Decoding(
         max_new_tokens=max_new_tokens,

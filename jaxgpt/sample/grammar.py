@@ -30,8 +30,8 @@ class Grammar:
     """What a completion must match, for one tokenizer."""
 
     words: Any  # llguidance's tokenizer
-    text: str  # in llguidance's format
-    vocab_size: int
+    text: str  # the grammar in llguidance's format
+    vocab_size: int  # number of tokens
     closers: dict[str, int]  # tokens that end a text of JSON early, in the order in which they are tried
     least: int | None = None  # tokens of a short completion. None if none was found
 

@@ -42,10 +42,10 @@ class PromptScores(NamedTuple):
 class Score:
     """Log-likelihood of a text. Without a prefix its first token has no context and is not counted."""
 
-    logprobs: list[float]  # for each token, in nats, nan for a first token without context
+    logprobs: list[float]  # log-probability of each token, in nats, nan for a first token without context
     bits: float  # -log2 of the probability of the counted tokens
-    tokens: int  # counted tokens
-    characters: int  # characters that the counted tokens decode to
+    tokens: int  # number of counted tokens
+    characters: int  # number of characters that the counted tokens decode to
 
     @property
     def bits_per_token(self) -> float:

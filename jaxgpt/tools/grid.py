@@ -26,10 +26,10 @@ DIVERGED = "diverged.txt"
 class Curve:
     """Validation losses of one run in nats per token, and when they were measured. Empty if the run diverged."""
 
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    # Time of the steps, without compilation and validation, which take longer in the first run of a variant.
+    tokens: list[int] = dataclasses.field(default_factory=list)  # tokens trained on at each measurement
+    # time of the steps, without compilation and validation, which take longer in the first run of a variant
     seconds: list[float] = dataclasses.field(default_factory=list)
-    losses: list[float] = dataclasses.field(default_factory=list)
+    losses: list[float] = dataclasses.field(default_factory=list)  # losses in nats per token
 
 
 def train_grid(

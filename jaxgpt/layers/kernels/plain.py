@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from jaxgpt.layers.remat import save_in_remat
 
-# Causal attention by some kernel:
-# (q_BTNH, k_BSKH, v_BSKH, *, segments_BT, scale, window, softcap, dropout, key) -> out_BTNH
+#: Causal attention by some kernel,
+#: `(q_BTNH, k_BSKH, v_BSKH, *, segments_BT, scale, window, softcap, dropout, key) -> out_BTNH`
 AttentionFn = Callable[..., jax.Array]
 
 # From MIN_BLOCKED_T tokens on, queries are split into NUM_BLOCKS blocks. More blocks save little more and take longer

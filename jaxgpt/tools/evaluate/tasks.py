@@ -57,8 +57,8 @@ def evaluate_tasks(
         batch_size: texts that are scored together. None means the batch size of the run's training.
 
     Returns:
-        tasks: for each task and metric its task, shots, metric, value and stderr. core: the mean of (score - chance) /
-        (1 - chance) over the tasks of CORE that the harness has, or None if CORE was not asked for.
+        a dictionary. Under "tasks" it has the task, shots, metric, value and stderr of each task and metric. Under "core"
+        it has the mean of (score - chance) / (1 - chance) over the tasks of CORE that the harness has, or None if not asked for.
 
     Raises:
         UserError: if there is no such task or directory, or its questions cannot be loaded.
