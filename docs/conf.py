@@ -5,6 +5,11 @@ import os
 import re
 import sys
 import types
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "api"))
+import fields  # api/fields.py
+from sphinx.domains.python import PyXRefRole
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # importing modules for the API reference needs no accelerator
 
@@ -26,7 +31,8 @@ nb_execution_mode = "off"  # tests/test_lessons.py runs the lessons; here they a
 suppress_warnings = ["ref.python"]  # a name in a signature that several modules have: `Log`, `dtype`
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"special-members": "__call__", "no-value": True}
+default_role = "py:reference"  # a name in backticks
 autodoc_preserve_defaults = True
 # Packages of extras that documented modules import at their top: the site builds without them, the same everywhere.
 autodoc_mock_imports = ["lm_eval", "prometheus_client", "starlette", "uvicorn"]
@@ -36,25 +42,59 @@ sys.modules["lm_eval.api.model"] = types.SimpleNamespace(LM=type("LM", (), {"__m
 napoleon_google_docstring = True
 
 
+def add_fields(app, what, name, object_, options, lines):
+    """Add a list of a class's fields to its docstring."""
+    if what == "class" and fields.find_fields(object_):
+        lines += ["", *fields.list_fields(object_), ""]
+
+
 def shorten(app, what, name, object_, options, signature, returns):
-    """Drop linen's own fields from a signature, and the form in which Python prints defaults and paths of types."""
+    """Drop the signature of a class that has a list of fields, and the paths of types from the others."""
+    if what == "class" and (found := fields.find_fields(object_)):
+        names = [field.name for field in found]
+        return f"({', '.join(names)})" if hasattr(object_, "_fields") else "", None
     if signature is not None:
-        signature = re.sub(r", parent: .*?, name: str \| None = None", "", signature)
-        signature = re.sub(r"<(?:function|class|factory) ?'?([\w.]*).*?>", r"\1", signature)
-        signature = re.sub(r"~?\b(?:\w+\.)+(?=[A-Za-z_])", "", signature)
-    return signature, returns and re.sub(r"~?\b(?:\w+\.)+(?=[A-Za-z_])", "", returns)
+        signature = re.sub(r"Annotated\[([^,]*), [\w.]*Interval\(.*?\)\]", r"\1", signature)
+        signature = fields.shorten_paths(re.sub(r"<(?:function|class|factory) ?'?([\w.]*).*?>", r"\1", signature))
+    return signature, returns and fields.shorten_paths(returns)
 
 
-def skip_field(app, what, name, object_, skip, options):
-    """Skip a field whose default is a function of a module, which autodoc takes for a method of the class."""
+def skip_member(app, what, name, object_, skip, options):
+    """Skip fields, which the list has, and what linen and Flax call or add."""
     is_field = (
         what == "class"
         and (inspect.isfunction(object_) or inspect.isbuiltin(object_))
         and "." not in object_.__qualname__
     )
-    return True if is_field else None  # None: let others decide
+    is_field = is_field or inspect.isclass(object_) or type(object_).__name__ == "_tuplegetter"
+    return True if is_field or name in ("setup", "replace") else None  # None: let others decide
+
+
+def list_number_types(app, docname, source):
+    """Put a table of the types of numbers where a page has {{number types}}."""
+    if "{{number types}}" in source[0]:
+        source[0] = source[0].replace("{{number types}}", "\n".join(fields.list_number_types()))
+
+
+def find_source(app, module, attribute):
+    """Show the source of an alias such as `Params`, a dict, where it is defined: the site has no page of builtins."""
+    value = getattr(sys.modules[module], attribute, None)
+    return None if value is None or str(getattr(value, "__module__", "")).startswith("jaxgpt.") else module
+
+
+class ReferenceRole(PyXRefRole):
+    """Code in backticks, and a link if the reference has the name: of a class, a configuration's say, in any module."""
+
+    def process_link(self, env, refnode, has_explicit_title, title, target):
+        title, target = super().process_link(env, refnode, has_explicit_title, title, target)
+        refnode["reftype"], refnode["refspecific"] = "obj", refnode.get("refspecific") or target[:1].isupper()
+        return title, target
 
 
 def setup(app):
-    app.connect("autodoc-skip-member", skip_field)
+    app.add_role_to_domain("py", "reference", ReferenceRole())
+    app.connect("viewcode-follow-imported", find_source)
+    app.connect("source-read", list_number_types)
+    app.connect("autodoc-skip-member", skip_member)
     app.connect("autodoc-process-signature", shorten)
+    app.connect("autodoc-process-docstring", add_fields)

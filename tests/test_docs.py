@@ -2,13 +2,20 @@
 
 import ast
 import contextlib
+import doctest
+import functools
+import html
+import importlib
 import importlib.util
+import inspect
+import json
 import re
 import runpy
 import shlex
 import subprocess
 import sys
 import tomllib
+import urllib.parse
 
 import pytest
 
@@ -102,18 +109,76 @@ def test_the_python_runs(page, directory):
 
 
 def test_the_tree_is_the_tree():
-    """The README names every folder and no file that does not exist; the API reference has every module."""
+    """The README names every folder and no file that does not exist."""
     (inside,) = [block.split("experiments/")[0] for block in blocks(README, "text") if block.startswith("jaxgpt/")]
     named = set(re.findall(r"^  ([\w.]+)/? ", inside, flags=re.MULTILINE))
     package = REPOSITORY / "jaxgpt"
     folders = {p.name for p in package.iterdir() if p.is_dir() and not p.name.startswith("_")}
     assert folders <= named and all((package / name).exists() for name in named)
-    modules = {".".join(p.relative_to(REPOSITORY).with_suffix("").parts) for p in package.rglob("*.py")}
-    api = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
-    described = set(re.findall(r"^\.\. automodule:: (\S+)", api, flags=re.MULTILINE))
-    assert described - {"jaxgpt.layers", "jaxgpt.sample"} == {
-        m for m in modules if not m.endswith(("__init__", "__main__"))
-    }
+
+
+# What the API reference lists, with its kind: ("class", "jaxgpt.layers.Block") and so on.
+LISTED = re.findall(
+    r"^\.\. auto(class|function|data|exception):: (\S+)",
+    "".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "api").glob("*.md"))),
+    flags=re.MULTILINE,
+)
+MOST_ENTRIES = 250  # of the reference, methods included
+# The classes that a user builds.
+BUILT = "Experiment GPTConfig DataConfig OptimConfig ObjectiveConfig TrainConfig LoraConfig ParallelConfig".split()
+BUILT += "GPT Decoding Sampling layers.Attention layers.Block".split()
+
+
+def find(name):
+    """Return what a dotted name stands for: in a module, or in the package, which loads it."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@functools.cache
+def load_fields():
+    """Return the module of the site that lists fields."""
+    spec = importlib.util.spec_from_file_location("fields", DOCS / "api" / "fields.py")
+    fields = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fields)
+    return fields
+
+
+def imported_by_readers():
+    """Return the names of jaxgpt that the pages and the lessons import: "jaxgpt.layers.Block" and so on."""
+    code = [line for page in PAGES for block in blocks(page, "python") for line in block.splitlines()]
+    for notebook in DOCS.glob("lessons/*/*.ipynb"):
+        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+        code += [line for cell in cells if cell["cell_type"] == "code" for line in cell["source"]]
+    matches = [re.match(r"\s*from (jaxgpt[\w.]*) import ([\w, ]+)", line) for line in code]
+    return {f"{m[1]}.{name.split(' as ')[0].strip()}" for m in matches if m for name in m[2].split(",")}
+
+
+def test_the_reference_lists_each_public_name_once():
+    """What `import jaxgpt` gives, and what the pages and lessons import. A table of the page has the types of numbers."""
+    package = importlib.import_module("jaxgpt")
+    public = {n: find(n) for n in imported_by_readers() | {f"jaxgpt.{name}" for name in package._HOME}}
+    listed = {id(find(name)) for _, name in LISTED}
+    assert len(public) > 50 and len(listed) == len(LISTED) <= MOST_ENTRIES
+    lost = [n for n, x in public.items() if id(x) not in listed and not inspect.ismodule(x)]
+    assert [n for n in lost if not hasattr(public[n], "__metadata__")] == []
+
+
+@pytest.mark.parametrize("name", [name for kind, name in LISTED if kind == "class"])
+def test_every_field_of_a_public_class_has_a_meaning(name):
+    """The comment that `--help` reads, which is no fragment."""
+    fields, cls = load_fields(), find(name)
+    meanings = {field.name: fields.find_meaning(cls, field.name) for field in fields.find_fields(cls)}
+    assert {n: text for n, text in meanings.items() if not text or text.startswith("of ")} == {}
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_the_example_of_a_class_runs(name):
+    assert ("class", f"jaxgpt.{name}") in LISTED
+    cls = find(f"jaxgpt.{name}")
+    (example,) = doctest.DocTestFinder(recurse=False).find(cls, globs=dict(vars(sys.modules[cls.__module__])))
+    assert example.examples
+    assert doctest.DocTestRunner().run(example).failed == 0
 
 
 def test_guides_are_plain_and_short():
@@ -192,5 +257,29 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stderr
     lesson = (tmp_path / "site" / "lessons" / "es" / "3_attention.html").read_text(encoding="utf-8")
     assert '<img alt="' in lesson, "the plots that the lesson is stored with"
-    core = (tmp_path / "site" / "api" / "core.html").read_text(encoding="utf-8")
-    assert 'id="jaxgpt.model.GPT.unembed"' in core and 'id="jaxgpt.model.GPT.attention_fn"' not in core
+    reference = "".join(page.read_text(encoding="utf-8") for page in (tmp_path / "site" / "api").glob("*.html"))
+    assert 'id="jaxgpt.GPT.unembed"' in reference and 'id="jaxgpt.GPT.attention_fn"' not in reference
+    assert reference.count('<dt class="sig sig-object py"') <= MOST_ENTRIES
+    text = re.sub("<[^>]+>", "", reference)
+    garbled = ("Alias for field number", "gt=None", "ForwardRef", "builtins.", "locals&gt;", "\nType:")
+    assert [words for words in garbled if words in text] == []
+    check_links(tmp_path / "site")
+
+
+def check_links(site):
+    """Every link within the site leads to a page, and its anchor to an element of that page."""
+    pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
+    anchors = {page: set(re.findall(r' (?:id|name)="([^"]+)"', text)) for page, text in pages.items()}
+    for page, text in pages.items():
+        for link in set(re.findall(r'<a [^>]*href="([^"]+)"', text)):
+            path, _, anchor = html.unescape(link).partition("#")
+            if re.match(r"[a-z]+:", link):
+                continue
+            if "_modules" in page.parts:  # a source page knows one prefix of its names: those of jaxgpt, or its own
+                anchor = ""
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), (page.name, link)
+            assert not anchor or target not in anchors or urllib.parse.unquote(anchor) in anchors[target], (
+                page.name,
+                link,
+            )
