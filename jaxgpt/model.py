@@ -36,7 +36,7 @@ class GPT(nn.Module):
     """
 
     config: GPTConfig
-    dtype: DTypeLike = jnp.float32  # dtype of activations and matrix products; norms, softmax and logits are float32
+    dtype: DTypeLike = jnp.float32  # dtype of activations and matrix products. Norms, softmax and logits are float32
     attention_fn: AttentionFn = plain_attention  # the kernel of causal attention
     sharding: ShardingHooks = NO_SHARDING  # the sharding of arrays on a mesh
 

@@ -89,7 +89,7 @@ class Run:
     params: Params  # its parameters
     tokenizer: Tokenizer  # the tokenizer that it was trained with
     step: int  # optimiser steps that produced these parameters
-    val_loss: float | None  # validation loss at that step, in nats per token; None: it was not measured
+    val_loss: float | None  # validation loss at that step, in nats per token. None means that it was not measured
 
     def sample(
         self,

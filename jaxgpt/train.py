@@ -39,7 +39,7 @@ class TrainState:
     step: jax.Array  # int32: batches seen
     params: Params  # float32: the trained parameters
     opt_state: SkipState  # state of the optimizer, and a record of skipped steps
-    frozen_params: Params | None = None  # the model's own, if `params` are adapters; None: there are none
+    frozen_params: Params | None = None  # the model's own, if `params` are adapters. None if there are none
 
 
 def init_and_dropout_keys(seed: int) -> tuple[jax.Array, jax.Array]:

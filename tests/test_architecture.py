@@ -196,7 +196,6 @@ def test_only_the_command_line_prints():
 
 # Words that leave a sentence without a subject, or that only this project uses in their sense. Slots are the engine's.
 UNCLEAR = re.compile(r"^of\b|^None:|;|\b(that|those) of\b|\b(laws?|ladders?|bands?|rungs?|beside)\b", re.IGNORECASE)
-UNREAD = ("config", "cli")  # folders with words that are still to be read
 
 
 def sentences(text, tree):
@@ -218,7 +217,7 @@ def test_docstrings_and_comments_are_whole_sentences_in_plain_words():
     found = []
     for path, (name, tree) in zip(sorted(PACKAGE.rglob("*.py")), modules(), strict=True):
         folder = name.split(".")[0]
-        for line, said in sentences(path.read_text(), tree) if folder not in UNREAD else ():
+        for line, said in sentences(path.read_text(), tree):
             if UNCLEAR.search(said) or (folder not in ("sample", "serve") and re.search(r"\bslots?\b", said)):
                 found.append(f"{path.relative_to(PACKAGE)}:{line}: {said}")
     assert found == [], "\n".join(["say what it is, in whole sentences:", *found])
@@ -240,7 +239,7 @@ BUDGET = {
     "cli": 1_140,
     "tools": 4_485,
     "all of jaxgpt": 23_065,
-    "tests": 27_660,
+    "tests": 27_690,
 }
 FILES = 130  # of the package
 

@@ -50,15 +50,15 @@ def evaluate(
     lm-evaluation-harness instead.
 
     Args:
-        data: a UTF-8 text file, or conversations (.jsonl); None: the run's validation split
+        data: a UTF-8 text file, or conversations (.jsonl). None means the run's validation split
         stride: tokens from one window to the next. Each token has at least block_size - stride tokens before it: a
-            smaller stride takes longer and gives a lower loss; None: block_size, windows that do not overlap
-        batch_size: windows per batch; None: the run's train.batch_size
-        weights: dtype of the matrices, to measure what fewer bits cost; None: as trained
-        tasks: tasks of the harness, such as hellaswag,arc_easy,piqa,lambada_openai, or core; None: the loss
-        limit: questions of each task; None: all
-        num_fewshot: solved examples before each question; None: the task's own number. core has its own
-        include_path: directory with task files of your own; None: none
+            smaller stride takes longer and gives a lower loss. None means block_size, windows that do not overlap
+        batch_size: windows per batch. None means the run's train.batch_size
+        weights: dtype of the matrices, to measure what fewer bits cost. None means as trained
+        tasks: tasks of the harness, such as hellaswag,arc_easy,piqa,lambada_openai, or core. None means the loss
+        limit: questions of each task. None means all
+        num_fewshot: solved examples before each question. None means the task's own number. core has its own
+        include_path: directory with task files of your own. None means no directory
     """
     if any(x is not None for x in ((limit, num_fewshot, include_path) if tasks is None else (data, stride))):
         raise UserError("--limit, --num-fewshot and --include-path need --tasks, and --data and --stride go without it")
@@ -93,8 +93,8 @@ def xray(
     Args:
         prompt: the text, at most block_size tokens
         out: the page to write
-        data: a UTF-8 text file in which to look for the top activating examples of each MLP unit; None: the run's own training text
-        corpus_tokens: tokens of that text to read, spread evenly over it; 0: none
+        data: a UTF-8 text file in which to look for the top activating examples of each MLP unit. None means the run's own training text
+        corpus_tokens: tokens of that text to read, spread evenly over it. 0 means none
     """
     find_run(run)
     path = new_file(out, force=force)
@@ -119,7 +119,7 @@ def page(
 
     Args:
         weights: dtype of the matrices on the page
-        prompt: the text to begin with; None: the run's train.sample_prompt
+        prompt: the text to begin with. None means the run's train.sample_prompt
         out: the page to write
     """
     find_run(run)
@@ -136,14 +136,14 @@ def _write_page(path: Path, html: str) -> None:
 
 
 def study(experiment: str, *, seeds: Count = 8, run_dir: str | None = None) -> object:
-    """Train variants with several seeds; report which differ.
+    """Train variants with several seeds and report which differ.
 
     If nothing differs, at most 5% of studies find a difference: verdicts are corrected for the number of comparisons.
 
     Args:
         experiment: a Python file with `variants = {name: Experiment(...), ...}` in it
-        seeds: runs of each variant; seeds are 0, 1, ...
-        run_dir: directory of the runs; those that exist are resumed; None: runs/studies/FILE
+        seeds: runs of each variant, with the seeds 0, 1, ...
+        run_dir: directory of the runs. Those that exist are resumed. None means runs/studies/FILE
     """
     variants = load_variants(experiment)
     configure_jax()
@@ -160,17 +160,17 @@ def plan(
     price: PositiveFloat | None = None,
     experiment: Experiment,
 ) -> Result:
-    """Compile a training step; estimate its memory and speed.
+    """Compile a training step and estimate its memory and speed.
 
     The step is not run. EXPERIMENT is as for `jaxgpt train`.
 
     Args:
-        topology: such as v5e-8, v5p:2x2x4, 2xv5e:16x16, 8xh100 or 4x8xh200; None: this machine
-        tokens: tokens, as 10B; None: train.steps
-        price: USD per device-hour; None: not given
+        topology: devices, such as v5e-8, v5p:2x2x4, 2xv5e:16x16, 8xh100 or 4x8xh200. None means this machine
+        tokens: tokens to train on, such as 10B. None means train.steps
+        price: USD per device-hour. None means no price
     """
     if topology is not None:
-        os.environ["JAX_PLATFORMS"] = "cpu"  # a plugin compiles; no device of this machine is wanted
+        os.environ["JAX_PLATFORMS"] = "cpu"  # a plugin compiles, and needs no device of this machine
         os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # JAX cannot read back programs of absent devices
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of what does not fit, and so does the plan
     configure_jax()
@@ -207,8 +207,8 @@ def import_model(
     Args:
         model: a directory, an id on the Hub such as openai-community/gpt2, or a FILE.gguf that jaxgpt export wrote
         run_dir: directory of the new run
-        dtype: dtype of the parameters; None: as stored
-        tokenizer: path of another tokenizer.json, or ids for none; None: the model's
+        dtype: dtype of the parameters. None means as stored
+        tokenizer: path of another tokenizer.json, or ids for none. None means the model's
     """
     configure_jax(computes=False)
     from jaxgpt.tools import convert
@@ -230,9 +230,9 @@ def export_model(
     llama.cpp and ollama run the file, transformers and vLLM the directory.
 
     Args:
-        to: gguf: one file; hf: a directory; peft: a directory with the adapters alone
+        to: gguf is one file, hf a directory, and peft a directory with only the adapters
         out: the file or directory to write
-        dtype: float32, float16, bfloat16, or for gguf q8_0; None: as in the run
+        dtype: float32, float16, bfloat16, or for gguf q8_0. None means as in the run
     """
     find_run(run)
     configure_jax(computes=False)

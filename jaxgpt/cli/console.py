@@ -31,7 +31,7 @@ def report_errors() -> Iterator[None]:
         except UserError as e:
             say(one_line(f"jaxgpt: {e}"))
             raise SystemExit(2) from None
-        except KeyboardInterrupt as e:  # `Preempted` says how to go on; elsewhere there is nothing to save
+        except KeyboardInterrupt as e:  # `Preempted` says how to go on. Elsewhere there is nothing to save
             say(str(e) or "interrupted")
             raise SystemExit(1) from None
         except OSError as e:  # a full disk, a directory without permission: not a bug of ours
@@ -82,7 +82,7 @@ class _Stream:
     """A text stream that records failed writes: to a full disk, or to a terminal or a reader that is gone."""
 
     def __init__(self, stream: TextIO, *, is_fatal: bool):
-        """is_fatal: raise the error as well; otherwise the text is lost."""
+        """is_fatal: raise the error as well. Otherwise the text is lost."""
         self.stream, self.is_fatal, self.is_broken = stream, is_fatal, False
 
     def __getattr__(self, name: str) -> Any:
@@ -150,7 +150,7 @@ class Result:
 
 
 def print_result(found: Any, *, as_json: bool) -> None:
-    """Print what a command returned, a `Result` or a dataclass with a text; end with status 1 unless it is accepted."""
+    """Print what a command returned, a `Result` or a dataclass with a text. End with status 1 unless it is accepted."""
     if found is None:
         return
     if as_json:

@@ -79,7 +79,7 @@ ALIASES = {"import-hf": ("import",), "export-hf": ("export", "--to", "hf")}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `jaxgpt`. Exit status 0: success; 2: the user's mistake, in a line or two; 1: anything else."""
+    """Run the command `jaxgpt`. The exit status is 0 for success, 2 for the user's mistake, with a line or two, and 1 for anything else."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     with report_errors():
         if not arguments or arguments[0] in ("-h", "--help", "--help-all"):
@@ -139,6 +139,6 @@ usage: jaxgpt COMMAND [OPTIONS]
 
 `jaxgpt COMMAND --help` lists its options. import-hf and export-hf still work.
 `jaxgpt --version` prints the version.
-RUN is a run directory; without it, the newest under runs/.
+RUN is a run directory, by default the newest under runs/.
 --trust-code runs the code that a RUN brings for classes of its own.
 EXPERIMENT: a Python file with `experiment`, or {", ".join(EXPERIMENTS)}, depth:N."""

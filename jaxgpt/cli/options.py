@@ -31,10 +31,10 @@ COMMON = """model.n-layer model.n-head model.n-embd model.block-size data.path d
     optim.learning-rate train.steps train.batch-size train.seed train.init-from lora.rank""".split()
 # Help of what means the same in every command, unless its docstring has another.
 HELP = {
-    "run": "run directory; None: the newest under runs/",
-    "average": "average this many checkpoints, the newest that train.keep_last kept; None: the best checkpoint",
-    "weights": "dtype of the matrices; bfloat16 and int8 take a half and a quarter of float32's memory; None: the model's",
-    "cache_dtype": "dtype of keys and values; None: the model's",
+    "run": "run directory. None means the newest under runs/",
+    "average": "average this many checkpoints, the newest that train.keep_last kept. None means the best checkpoint",
+    "weights": "dtype of the matrices. bfloat16 and int8 take a half and a quarter of float32's memory. None means the model's",
+    "cache_dtype": "dtype of keys and values. None means the model's",
     "force": "overwrite files that exist",
     "json": "print JSON instead of text",
     "experiment": "its fields are options too",
@@ -136,7 +136,7 @@ def _shorten_help(printed: str, text: str, example: str, prog: str, operand: str
     for option in re.findall(r"^  ((?:--?[a-z]|\[?[A-Z]+\]? ).*(?:\n   .*)*)", printed, flags=re.MULTILINE):
         names, *words = re.split(r"\s{2,}", option.strip())
         if re.split("[ ,]", names)[0].lstrip("-") not in {*RARE, *hidden}:
-            explained = re.sub(r"; None: (.*) \(default: None\)$", r" (default: \1)", " ".join(words))
+            explained = re.sub(r"(?:\. None means|, by default) (.*) \(default: None\)$", r" (default: \1)", " ".join(words))
             explained = re.sub(r" \([^()]*arXiv:[\d.]+\)| \(default: ''\)$| \(default: \)$", "", explained)
             names = names.split(",")[0] if explained.endswith("(default: False)") else names
             rows["  " + re.sub(r"\{None\}\||None,", "", names)] = explained.removesuffix(" (default: False)")

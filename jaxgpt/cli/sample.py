@@ -42,18 +42,18 @@ def sample(
     """Generate text from a trained run.
 
     Args:
-        prompt: text to continue; empty: start from the end-of-text token or a newline
+        prompt: text to continue. An empty one means the end-of-text token or a newline
         chat: treat the prompt as a user's turn and print only the assistant's reply
         max_new_tokens: tokens to generate
         num_samples: completions to generate
         sampling: how to draw the next token
         stop: end before this text
-        schema: a file with a JSON schema that the text must match; None: any text
-        regex: an expression, in Rust's syntax, that the whole text must match; None: any text
-        choice: a text that it may be; give the option for each
+        schema: a file with a JSON schema that the text must match. None means any text
+        regex: an expression, in Rust's syntax, that the whole text must match. None means any text
+        choice: a text that it may be. Give the option for each
         seed: the same seed gives the same text
-        draft: run directory of a smaller model with the same tokenizer, for speculative decoding; None: without it
-        slots: samples to generate together; as many as a server has give its bits; None: all
+        draft: run directory of a smaller model with the same tokenizer, for speculative decoding. None means no draft
+        slots: samples to generate together. A server's number gives the same bits as the server. None means all
         stream: on a terminal, show the text as it is generated
     """
     if draft:

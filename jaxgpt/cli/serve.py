@@ -42,16 +42,16 @@ def serve(
     A host beyond this machine needs a key: in the environment variable JAXGPT_API_KEY, or in a file.
 
     Args:
-        host: address to listen on; 127.0.0.1: this machine alone
-        port: port to listen on; 0: any that is free
-        slots: completions that are generated together; four times as many may wait
-        reproducible: compute all slots in each step, whoever uses them, so that a request has the same bits in any company
+        host: address to listen on. 127.0.0.1 means only this machine
+        port: port to listen on. 0 means any that is free
+        slots: completions that are generated together. Four times as many may wait
+        reproducible: compute every row of the batch in each step, used or not, so that a request's bits do not depend on other requests
         prefix_cache_mb: memory in MB for keys and values of prompts, which later prompts with the same beginning reuse
-        api_key_file: a file with the key that clients must send; None: JAXGPT_API_KEY, or no key if that is not set
+        api_key_file: a file with the key that clients must send. None means JAXGPT_API_KEY, or no key if that is not set
         no_key: listen beyond this machine without a key
-        allowed_host: a name by which clients may call the server, beside localhost and addresses
-        allowed_origin: a web page's origin, such as http://localhost:3000, that may use the server; an asterisk: every page
-        model_name: a name of the model, instead of the run directory's; answers have the first
+        allowed_host: a name by which clients may call the server, besides localhost and addresses
+        allowed_origin: a web page's origin, such as http://localhost:3000, that may use the server. An asterisk means every page
+        model_name: a name of the model, instead of the run directory's. Answers have the first
         any_model: answer requests for any model, for programs that ask for one of OpenAI's
         timeout: seconds after which a request ends
         log_prompts: print prompts and completions on stderr

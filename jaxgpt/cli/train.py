@@ -42,7 +42,7 @@ def train(
     EXPERIMENT: a file that defines `experiment`, or quickstart, finetune or depth:4.
 
     Args:
-        run_dir: run directory, resumed if it exists; None: runs/NAME
+        run_dir: run directory, resumed if it exists. None means runs/NAME
         fresh: move an old run aside, start over
         extend: continue to more train.steps, although the learning rate rises again
     """
@@ -104,13 +104,13 @@ def label_own_text(experiment: Experiment, run_dir: str | None) -> Experiment:
             with open_file(file) as f:
                 f.seek(int(file.stat().st_size * (1 - experiment.data.val_fraction)))
                 prompt = " ".join(f.read(200).decode(errors="ignore").split()[1:5])  # the first word may be cut
-    places = Path(run_dir or "").name, Path(re.split(r":[\d.]+(?:,|$)|,", path)[0]).stem  # of a mixture, the first
+    places = Path(run_dir or "").name, Path(re.split(r":[\d.]+(?:,|$)|,", path)[0]).stem  # the first of a mixture
     name = next(filter(None, (re.sub(r"[^\w-]", "-", place)[:50].strip("-_") for place in places)), name)
     return dataclasses.replace(experiment, name=name, train=dataclasses.replace(experiment.train, sample_prompt=prompt))
 
 
 def choose_context(experiment: Experiment) -> Experiment:
-    """Return an experiment on conversations with a context, if it is open and not that of weights to start from."""
+    """Return an experiment on conversations with a context, unless it is given or comes from weights to start from."""
     model = experiment.model
     if not experiment.data.is_chat or model.block_size != CONTEXT_OF_WEIGHTS or experiment.train.init_from is not None:
         return experiment
@@ -121,7 +121,7 @@ def choose_context(experiment: Experiment) -> Experiment:
 
 
 def _print_sample(run: Run, experiment: Experiment) -> str | None:
-    """Print and save the sample that the experiment asks for; return its prompt, without trailing newlines.
+    """Print and save the sample that the experiment asks for. Return its prompt, without trailing newlines.
 
     None means that the model cannot be sampled.
     """
@@ -158,7 +158,7 @@ def run_experiment(experiment: Experiment, callbacks: Sequence[Callable[[dict[st
 
 
 def resumed_run(argv: list[str]) -> RunMetadata | None:
-    """Return the metadata of the run in --run-dir; None if there is none."""
+    """Return the metadata of the run in --run-dir, or None if there is none."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--run-dir", "--run_dir", nargs="?")
     named = parser.parse_known_args(argv)[0].run_dir

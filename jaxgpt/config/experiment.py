@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from jaxgpt.loss import HeadLoss
     from jaxgpt.train import LossFn
 
-AxisSize = Annotated[int, Interval(ge=-1, le=LARGEST_SIZE)]  # size of an axis of a mesh; -1: the rest of the devices
+AxisSize = Annotated[int, Interval(ge=-1, le=LARGEST_SIZE)]  # size of an axis of a mesh. -1 means the rest of the devices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class DataConfig:
 
     # built-in text: python-docs, shakespeare, sancho, quijote, or python-docs.jsonl (conversations)
     corpus: str = "python-docs"
-    # your text: a UTF-8 file, a folder of .txt, .bin shards, .jsonl conversations, or a mixture a:0.7 b:0.3; None: corpus
+    # your text: a UTF-8 file, a folder of .txt, .bin shards, .jsonl conversations, or a mixture a:0.7 b:0.3. None means corpus
     path: str | None = None
     tokenizer: str = "char"  # char, byte, bpe (trained on the text), ids, or the path of a tokenizer.json
     bpe_vocab_size: Annotated[int, Interval(ge=257, le=LARGEST_SIZE)] = 4096  # tokens of a BPE trained on the text
@@ -60,7 +60,7 @@ class DataConfig:
 
     @property
     def tokenizer_file(self) -> str | None:
-        """The path of a tokenizer.json, if `tokenizer` is one; else None."""
+        """The path of a tokenizer.json, if `tokenizer` is one, else None."""
         return None if self.tokenizer in ("char", "byte", "bpe", "ids") else self.tokenizer
 
     @property
@@ -84,7 +84,7 @@ class DataConfig:
         return prepare(self, block_size=model.block_size, vocab_size=model.vocab_size, known=known)
 
     def shape_batch(self, tokens_BT: jax.ShapeDtypeStruct) -> Batch:
-        """Return the shapes of a training batch, given those of its tokens."""
+        """Return the shapes of a training batch, given the shapes of its tokens."""
         import jax
 
         from jaxgpt.batch import Batch
@@ -103,7 +103,7 @@ class ObjectiveConfig:
     'nats per token'
     """
 
-    unit = "nats per token"  #: unit of the validation loss; a subclass that validates with something else names it
+    unit = "nats per token"  #: unit of the validation loss. A subclass that validates with something else names it
 
     def make_loss(self, model: nn.Module, *, head_loss: HeadLoss | None = None, label_smoothing: float = 0.0) -> LossFn:
         """Return the loss: (params, batch, key) -> (summed loss, number of targets, metrics). Arguments: `loss.make_loss`."""
@@ -120,11 +120,11 @@ class LoraConfig:
     >>> tuned = Experiment(name="tuned", lora=LoraConfig(rank=8), train=train)
     """
 
-    rank: Size | None = None  # rank of the adapters; None: no adapters, all parameters are trained
+    rank: Size | None = None  # rank of the adapters. None means no adapters, all parameters are trained
     alpha: PositiveFloat = 16.0  # the output of an adapter is multiplied by alpha / rank
     # the matrices of a block that have an adapter: q, k, v, c_fc, c_gate, c_proj (in attention and in the MLP)
     targets: tuple[str, ...] = ("q", "v")
-    # dtype of the blocks' frozen matrices in training; int8: a quarter of float32's memory. They are rounded once, and
+    # dtype of the blocks' frozen matrices in training. int8 takes a quarter of float32's memory. They are rounded once, and
     # the adapters learn on the rounded ones, which `sample` and `export` use as well (arXiv:2305.14314 has 4 bits)
     frozen: Literal["float32", "int8"] = "float32"
 
@@ -142,29 +142,29 @@ class ParallelConfig:
     >>> experiment = Experiment(name="sharded", parallel=parallel)
     """
 
-    # auto: single, or pmap with several devices; single: one device; pmap: a model replica per device; mesh: data x
-    # fsdp x tensor devices, where fsdp and tensor shard the model
+    # auto is single, or pmap with several devices. single is one device. pmap has a model replica per device. mesh has
+    # data x fsdp x tensor devices, where fsdp and tensor shard the model
     strategy: Literal["auto", "single", "pmap", "mesh"] = "auto"
-    data: AxisSize = -1  # mesh: groups of devices that share the batch, each with a full model; -1: the rest
-    fsdp: AxisSize = 1  # mesh: devices that shard batch, parameters and optimiser state; -1: the rest
-    tensor: AxisSize = 1  # mesh: devices that shard the heads, the MLP's hidden units and the vocabulary; -1: the rest
-    # mesh: groups of devices between which the network is slow (TPU slices, GPU hosts); only data extends over several
+    data: AxisSize = -1  # mesh: groups of devices that share the batch, each with a full model. -1 means the rest
+    fsdp: AxisSize = 1  # mesh: devices that shard batch, parameters and optimiser state. -1 means the rest
+    tensor: AxisSize = 1  # mesh: devices that shard the heads, the MLP's hidden units and the vocabulary. -1 means the rest
+    # mesh: groups of devices between which the network is slow (TPU slices, GPU hosts). Only data extends over several
     slices: Size = 1
-    # most sequences at once on a device; the rest of its share is accumulated; None: all
+    # most sequences at once on a device. The rest of its share is accumulated. None means all
     micro_batch_size: PositiveInt | None = None
-    # tokens of each sequence whose logits are in memory at once; None: all of block_size
+    # tokens of each sequence whose logits are in memory at once. None means all of block_size
     loss_chunk: PositiveInt | None = None
-    # kernel of a loss in chunks; fused: a TPU kernel without logits in memory, on one device or by pmap; auto: fused where the
-    # products that it repeats take less time than the logits' traffic, else xla
+    # kernel of a loss in chunks. fused is a TPU kernel without logits in memory, on one device or by pmap. auto is fused where
+    # the products that it repeats take less time than the logits' traffic, else xla
     loss_kernel: Literal["auto", "xla", "fused"] = "auto"
-    coordinator: str | None = None  # HOST:PORT of process 0; None: as JAX finds it on a cluster, else a single process
-    processes: Size | None = None  # number of processes, with a coordinator; None: without one
-    process_id: NonNegativeInt | None = None  # number of this process, from 0, with a coordinator; None: without one
+    coordinator: str | None = None  # HOST:PORT of process 0. None means what JAX finds on a cluster, else a single process
+    processes: Size | None = None  # number of processes, with a coordinator. None means no coordinator
+    process_id: NonNegativeInt | None = None  # number of this process, from 0, with a coordinator. None means no coordinator
     connect_timeout: PositiveInt = 300  # seconds to wait for the other processes
     # seconds without progress (or the time of 20 steps, if longer) after which several processes count as stuck and are
-    # ended; 0: never. A single process is never ended
+    # ended. 0 means never. A single process is never ended
     watchdog: NonNegativeFloat = 60.0
-    # steps between comparisons of the replicas of the state on different devices; None: only before a checkpoint
+    # steps between comparisons of the replicas of the state on different devices. None means only before a checkpoint
     check_replicas_every: PositiveInt | None = 100
 
     def __post_init__(self) -> None:

@@ -39,59 +39,59 @@ class GPTConfig:
     (32, 512)
     """
 
-    vocab_size: Size | None = None  # number of tokens in the vocabulary; None: the tokenizer's
+    vocab_size: Size | None = None  # number of tokens in the vocabulary. None means the tokenizer's
     block_size: Size = 1024  # length of the context, in tokens
     n_layer: Count = 12  # number of blocks
     n_head: Count = 12  # number of query heads in each block
-    # number of key/value heads in each block. n_head // n_kv_head query heads share one (GQA, arXiv:2305.13245); None: n_head
+    # number of key/value heads in each block. n_head // n_kv_head query heads share one (GQA, arXiv:2305.13245). None means n_head
     n_kv_head: Count | None = None
     n_embd: Size = 768  # width of the residual stream
-    head_dim: Size | None = None  # elements of each head; None: n_embd / n_head
-    # hidden units of the MLP; None: 4 n_embd, or 8/3 n_embd with a gated activation (the same parameter count)
+    head_dim: Size | None = None  # elements of each head. None means n_embd / n_head
+    # hidden units of the MLP. None means 4 n_embd, or 8/3 n_embd with a gated activation (the same parameter count)
     mlp_dim: Annotated[int, Interval(ge=1, le=4 * LARGEST_SIZE)] | None = None
     dropout: Fraction = 0.0  # dropout rate of embeddings, attention weights, attention output and MLP output
     bias: bool = True  # linear layers and LayerNorm have biases
-    qkv_bias: bool | None = None  # the projections to queries, keys and values have biases; None: as bias
-    out_bias: bool | None = None  # attention's output projection has a bias; None: as bias
+    qkv_bias: bool | None = None  # the projections to queries, keys and values have biases. None means as bias
+    out_bias: bool | None = None  # attention's output projection has a bias. None means as bias
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"  # LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467)
-    # where a block has its norms; pre: x + f(norm(x)); post: norm(x + f(x)), as in 2017; output: x + norm(f(x)), as in
-    # OLMo 2 (arXiv:2501.00656); sandwich: x + norm(f(norm(x))), as in Gemma 2 (arXiv:2408.00118)
+    # where a block has its norms. pre is x + f(norm(x)). post is norm(x + f(x)), as in 2017. output is x + norm(f(x)), as in
+    # OLMo 2 (arXiv:2501.00656). sandwich is x + norm(f(norm(x))), as in Gemma 2 (arXiv:2408.00118)
     norm_position: Literal["pre", "post", "output", "sandwich"] = "pre"
     norm_eps: PositiveFloat = 1e-5  # number added to the variance
     norm_offset: bool = False  # RMSNorm's parameter is its scale minus 1, as in Gemma
     parallel_residual: bool = False  # blocks: x + attention(norm(x)) + mlp(norm(x)), as in GPT-NeoX (arXiv:2204.06745)
-    # nonlinearity of the MLP; gelu: by erf; gelu_tanh: GPT-2's; names with glu: gated (arXiv:2002.05202)
+    # nonlinearity of the MLP. gelu is computed by erf, and gelu_tanh is GPT-2's. Names with glu are gated (arXiv:2002.05202)
     activation: Literal["relu", "gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"] = "gelu_tanh"
     position: Literal["learned", "sinusoidal", "rope", "none"] = "learned"  # how the positions of tokens are encoded
     rope_theta: PositiveFloat = 10_000.0  # the longest wavelength of rope is 2 pi rope_theta tokens (arXiv:2104.09864)
     # share of each head that rope rotates, from its first element on
     rope_fraction: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    # how rope adapts to sequences longer than in pre-training; linear: all wavelengths are multiplied by rope_factor
-    # (arXiv:2306.15595); llama3: only the long ones are
+    # how rope adapts to sequences longer than in pre-training. linear multiplies all wavelengths by rope_factor
+    # (arXiv:2306.15595), and llama3 only the long ones
     rope_scaling: Literal["none", "linear", "llama3"] = "none"
     rope_factor: Annotated[float, Interval(ge=1)] = 1.0  # linear and llama3: factor of the wavelengths
     rope_low_freq_factor: PositiveFloat = 1.0  # llama3: wavelengths above rope_original_context / this are scaled
     rope_high_freq_factor: float = 4.0  # llama3: wavelengths below rope_original_context / this are kept
     rope_original_context: Size = 8192  # llama3: length of the context in pre-training, in tokens
-    sliding_window: Size | None = None  # tokens that a token attends to, itself included (arXiv:2004.05150); None: all
-    global_every: Count | None = None  # every n-th layer attends to all tokens instead of a window; None: no layer does
-    # rope_theta of the layers with a sliding window, to which rope_scaling does not apply; None: as in the other layers
+    sliding_window: Size | None = None  # tokens that a token attends to, itself included (arXiv:2004.05150). None means all
+    global_every: Count | None = None  # every n-th layer attends to all tokens instead of a window. None means no layer does
+    # rope_theta of the layers with a sliding window, to which rope_scaling does not apply. None means rope_theta
     rope_local_theta: PositiveFloat | None = None
     qk_norm: bool = False  # apply RMSNorm to queries and keys before their product (arXiv:2302.05442)
     qk_norm_over: Literal["head", "heads"] = "head"  # qk_norm normalises each head, or all heads together, as in OLMo 2
-    query_scale: PositiveFloat | None = None  # attention scores are divided by its square root; None: the head size
-    # cap c of attention scores, which become c tanh(score / c) (arXiv:2408.00118); None: no cap
+    query_scale: PositiveFloat | None = None  # attention scores are divided by its square root. None means the head size
+    # cap c of attention scores, which become c tanh(score / c) (arXiv:2408.00118). None means no cap
     attention_softcap: PositiveFloat | None = None
     tie_embeddings: bool = True  # use the token embedding as the output matrix too
     scale_embeddings: bool = False  # multiply token embeddings by sqrt(n_embd), as in 2017 and in Gemma
-    logit_softcap: PositiveFloat | None = None  # cap c of logits, which become c tanh(logit / c); None: no cap
-    # initial values of the projections into the residual stream; scaled: std 0.02 / sqrt(2 n_layer); zero: 0
+    logit_softcap: PositiveFloat | None = None  # cap c of logits, which become c tanh(logit / c). None means no cap
+    # initial values of the projections into the residual stream. scaled has std 0.02 / sqrt(2 n_layer), and zero is 0
     residual_init: Literal["scaled", "zero"] = "scaled"
     # width from which muP (arXiv:2203.03466) scales initial values and learning rates to n_embd, so that the best ones
-    # of a narrow model are also best for a wide one with heads of the same size; None: they are the same at every width
+    # of a narrow model are also best for a wide one with heads of the same size. None means the same ones at every width
     mup_base_width: Size | None = None
     scan_layers: bool = False  # compile one block and run it n_layer times, with stacked parameters: compile time does not grow with depth
-    # what the backward pass computes again, to save memory; dots: all but dense layers and attention kernels; full: all
+    # what the backward pass computes again, to save memory. dots is all but dense layers and attention kernels, and full is all
     remat: Literal["none", "dots", "full"] = "none"
 
     def __post_init__(self) -> None:
@@ -140,7 +140,7 @@ class GPTConfig:
 
     @property
     def width_ratio(self) -> float:
-        """Return muP's base width / n_embd; 1.0 without muP."""
+        """Return muP's base width / n_embd, or 1.0 without muP."""
         return 1.0 if self.mup_base_width is None else self.mup_base_width / self.n_embd
 
     def explicit(self) -> GPTConfig:
@@ -159,7 +159,7 @@ class GPTConfig:
         )
 
     def window(self, layer: int) -> int | None:
-        """Return the number of tokens that each token attends to in a layer; None: all."""
+        """Return the number of tokens that each token attends to in a layer. None means all."""
         if self.global_every is not None and (layer + 1) % self.global_every == 0:
             return None
         return self.sliding_window
@@ -176,7 +176,7 @@ class GPTConfig:
     def shard_parameter(self, path: tuple[str, ...], shape: tuple[int, ...], *, fsdp: int) -> tuple[str | None, ...]:
         """Return the mesh axis, or None, of each axis of a parameter that jaxgpt's own rules do not name.
 
-        The largest axis that fsdp divides is sharded over it; without one the parameter is on every device. A subclass
+        The largest axis that fsdp divides is sharded over it. Without one the parameter is on every device. A subclass
         may shard over "tensor" as well: the compiler then inserts what its products need.
         """
         stacked = path[:2] == ("h", "block")
@@ -265,7 +265,7 @@ class GPTConfig:
         return Rope(size, self.rope_theta, self.rope_scaling, *scaled)
 
     def make_kernel_init(self, branches: int = 1) -> nn.initializers.Initializer:
-        """Return the initialiser of matrices whose outputs are summed over some branches; for muP see `optim`."""
+        """Return the initialiser of matrices whose outputs are summed over some branches. For muP see `optim`."""
         from flax import linen as nn
 
         from jaxgpt.layers.linear import INIT_STD

@@ -73,11 +73,11 @@ def gpt2(size: str = "124M") -> GPTConfig:
 def depth(n: int, *, tokens_per_parameter: float = 20.0, tokens: float | None = None) -> Experiment:
     """Return the quickstart's experiment at another size: all sizes and rates follow from the number of blocks.
 
-    Each rule extends the quickstart, whose values are tuned at 0.6 million tokens, by a power law with a source.
+    Each rule extends the quickstart, whose values are tuned at 0.6 million tokens, by a power of the size, with a source.
 
     Args:
         n: number of blocks.
-        tokens_per_parameter: tokens to train on per parameter in the blocks; about 20 are best for a given amount of
+        tokens_per_parameter: tokens to train on per parameter in the blocks. About 20 are best for a given amount of
             arithmetic (Hoffmann et al. 2022, arXiv:2203.15556).
         tokens: tokens to train on, whatever the size. None means by `tokens_per_parameter`.
     """
@@ -95,7 +95,7 @@ def depth(n: int, *, tokens_per_parameter: float = 20.0, tokens: float | None = 
     total = tokens_per_parameter * parameters if tokens is None else tokens
     if not 1 <= total <= 1e19:
         raise UserError(f"depth {n} with {short(total)} tokens to train on: needs 1 to 1e19")
-    # Tokens of a batch grow with the root of all tokens; fitted powers of the best batch are 0.38 (arXiv:2505.13738) to
+    # Tokens of a batch grow with the root of all tokens. Fitted powers of the best batch are 0.38 (arXiv:2505.13738) to
     # 0.57 (arXiv:2503.04715). Sequences are a power of two, which divides over devices.
     base_batch = base.train.batch_size * base.model.block_size
     base_total = base_batch * base.train.steps
@@ -121,7 +121,7 @@ EXPERIMENTS = {"quickstart": quickstart, "finetune": finetune}  # names for `jax
 
 
 def find_preset(name: str) -> Experiment | None:
-    """Return the experiment of a built-in name, as quickstart or depth:4; None for other names."""
+    """Return the experiment of a built-in name, such as quickstart or depth:4, or None for other names."""
     if name in EXPERIMENTS:
         return EXPERIMENTS[name]()
     kind, colon, number = name.partition(":")

@@ -40,7 +40,7 @@ def from_dict(
 ) -> T:
     """Build a configuration from the result of `to_dict`. `where` precedes field names in messages.
 
-    `values` may be anything that `json.load` returns; it need not be trusted. Raises `UserError` for unknown keys, missing
+    `values` may be anything that `json.load` returns. It need not be trusted. Raises `UserError` for unknown keys, missing
     fields and wrong types.
 
     find_class: returns the subclass of a class by its name, for classes that are not ours. None means there are none.
@@ -99,7 +99,7 @@ def differences(a: Any, b: Any, where: str = "") -> dict[str, tuple[Any, Any]]:
 def to_source(experiment: Any) -> str:
     """Return Python source that defines `experiment`, with the fields that differ from their defaults.
 
-    Classes that are not ours are imported from their modules, which must lie beside the file.
+    Classes that are not ours are imported from their modules, which must lie in the directory of the file.
     """
     classes: dict[str, set[str]] = {}
 

@@ -41,9 +41,9 @@ class OptimConfig:
     name: Literal["adamw", "muon"] = "adamw"  # muon: Muon (Jordan 2024) trains the blocks' matrices, AdamW the rest
     learning_rate: PositiveFloat = 1e-3  # peak learning rate of AdamW
     muon_learning_rate: PositiveFloat = 0.02  # peak learning rate of Muon
-    # learning rate after warm-up; wsd: constant, then linear to the minimum (arXiv:2405.18392); inverse_sqrt: as in 2017, no minimum
+    # learning rate after warm-up. wsd is constant, then linear to the minimum (arXiv:2405.18392). inverse_sqrt is 2017's, without minimum
     schedule: Literal["cosine", "wsd", "inverse_sqrt", "constant"] = "cosine"
-    # steps in which the learning rate rises from 0; None: a tenth of train.steps, at most 100. More than train.steps count as None
+    # steps in which the learning rate rises from 0. More than train.steps count as None. None means a tenth of train.steps, at most 100
     warmup_steps: NonNegativeInt | None = None
     # earlier values of train.steps of a run that was extended: the steps up to each follow the schedule that ends there
     horizons: tuple[int, ...] = ()
@@ -54,8 +54,8 @@ class OptimConfig:
     eps: PositiveFloat = 1e-8  # number added to AdamW's denominator
     weight_decay: NonNegativeFloat = 0.1  # decay of matrices only, multiplied by the learning rate
     momentum: Decay = 0.95  # momentum of Muon
-    grad_clip: PositiveFloat | None = 1.0  # largest global norm of the gradients; None: no clipping
-    # skip a step whose gradient norm exceeds this many times the median of the last 128; None: no finite one is skipped
+    grad_clip: PositiveFloat | None = 1.0  # largest global norm of the gradients. None means no clipping
+    # skip a step whose gradient norm exceeds this many times the median of the last 128. None means no finite one is skipped
     skip_spikes: Annotated[float, Interval(gt=1)] | None = None
     label_smoothing: Fraction = 0.0  # share of each target spread over all tokens, in training only (arXiv:1512.00567)
     max_skipped: PositiveInt = 10  # steps skipped in a row, as spikes or as not finite, after which the run ends
@@ -106,20 +106,20 @@ class TrainConfig:
     batch_size: Size = 32  # sequences per optimiser step, over all devices and micro-batches
     seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0  # seed of weights, data order and dropout
     # run, or directory or Hub id of a model: start from its weights, tokenizer and architecture. dropout, remat,
-    # scan_layers and a shorter block_size may differ; None: random weights
+    # scan_layers and a shorter block_size may differ. None means random weights
     init_from: str | None = None
-    # dtype of activations; auto: float32 on CPU, bfloat16 on GPU and TPU
+    # dtype of activations. auto is float32 on CPU, bfloat16 on GPU and TPU
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # attention kernel; auto: splash on TPU, cudnn on Nvidia GPUs, where shape and dropout allow, else plain; native: on
-    # CPUs, in C++, built by this machine's compiler on first use
+    # attention kernel. auto is splash on TPU, cudnn on Nvidia GPUs, where shape and dropout allow, else plain. native is
+    # for CPUs, in C++, built by this machine's compiler on first use
     attention: Literal["auto", "plain", "native", "xla", "cudnn", "splash"] = "auto"
     log_every: PositiveInt = 10  # steps between lines of metrics.jsonl
-    eval_every: PositiveInt = 250  # steps between validations; the last step has one too
-    eval_tokens: PositiveInt | None = None  # tokens per validation, spread evenly over the split; None: all of them
-    checkpoint_every: PositiveInt = 1000  # steps between checkpoints; the best validation and the end are kept as well
-    keep_last: PositiveInt = 2  # newest checkpoints kept besides the best; the second is read if the first is damaged
-    keep_every: PositiveInt | None = None  # checkpoints at multiples of this many steps are never deleted; None: none
-    sample_prompt: str = ""  # prompt of the sample at the end; empty: the tokenizer's start token
+    eval_every: PositiveInt = 250  # steps between validations. The last step has one too
+    eval_tokens: PositiveInt | None = None  # tokens per validation, spread evenly over the split. None means all of them
+    checkpoint_every: PositiveInt = 1000  # steps between checkpoints. The best validation and the end are kept as well
+    keep_last: PositiveInt = 2  # newest checkpoints kept besides the best. The second is read if the first is damaged
+    keep_every: PositiveInt | None = None  # checkpoints at multiples of this many steps are never deleted. None means no such checkpoints
+    sample_prompt: str = ""  # prompt of the sample at the end. An empty one means the tokenizer's start token
     sample_tokens: Annotated[int, Interval(ge=0, le=LARGEST_SIZE)] = MAX_NEW_TOKENS  # tokens of the sample at the end
     sample_temperature: NonNegativeFloat = 0.8  # temperature of the sample at the end
 

@@ -25,10 +25,10 @@ SMALLEST_FLOAT, LARGEST_FLOAT = 1e-18, 1e18
 class Interval(NamedTuple):
     """Bounds of a number, in its annotation: `Annotated[int, Interval(ge=1)]`, with the names of annotated-types."""
 
-    ge: float | None = None  # the number is at least this; None: no bound
-    gt: float | None = None  # the number is more than this; None: no bound
-    le: float | None = None  # the number is at most this; None: no bound
-    lt: float | None = None  # the number is less than this; None: no bound
+    ge: float | None = None  # the number is at least this. None means no bound
+    gt: float | None = None  # the number is more than this. None means no bound
+    le: float | None = None  # the number is at most this. None means no bound
+    lt: float | None = None  # the number is less than this. None means no bound
 
 
 Count = Annotated[int, Interval(ge=1, le=LARGEST_COUNT)]
@@ -61,13 +61,13 @@ def nearest_multiples(value: int, factor: int) -> str:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Return a question that names the known word with the closest spelling; empty if there is none."""
+    """Return a question that names the known word with the closest spelling, or an empty text if there is none."""
     found = difflib.get_close_matches(word[:80], list(known), n=1)
     return f" (did you mean {found[0]}?)" if found else ""
 
 
 def to_python(value: Any) -> Any:
-    """Convert a scalar of NumPy or JAX to Python's, for JSON and hashing; return other values unchanged."""
+    """Convert a scalar of NumPy or JAX to Python's, for JSON and hashing. Return other values unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
@@ -93,7 +93,7 @@ def field_hints(cls: type) -> dict[str, Any]:
 
 
 def check_fields(config: Any) -> None:
-    """Check each field in the `__post_init__` of a frozen dataclass; convert NumPy and JAX scalars to Python's."""
+    """Check each field in the `__post_init__` of a frozen dataclass. Convert NumPy and JAX scalars to Python's."""
     cls = type(config)
     if "__dataclass_fields__" not in vars(cls) and (lost := list(inspect.get_annotations(cls))):
         decorate = "decorate it with @dataclasses.dataclass(frozen=True, kw_only=True)"
@@ -142,7 +142,7 @@ def _is_a(value: Any, hint: Any) -> bool:
     if origin is tuple:
         hints = arguments[:1] * len(value) if arguments[-1] is ... and isinstance(value, tuple) else arguments
         return isinstance(value, tuple) and len(value) == len(hints) and all(map(_is_a, value, hints))
-    if hint in (float, int):  # an int is a fine learning rate; True is not
+    if hint in (float, int):  # an int is a fine learning rate, and True is not
         return isinstance(value, int | hint) and not isinstance(value, bool)
     return isinstance(value, hint)
 

@@ -33,8 +33,7 @@ class Attention(nn.Module):
     qkv_bias: bool = True  # q, k and v have biases
     out_bias: bool = True  # c_proj has a bias
     dropout: float = 0.0  # share of the attention weights, and of the output, that is dropped
-    # "head" norms each query and key head, "heads" all of them concatenated. None means no norm
-    qk_norm: str | None = None
+    qk_norm: str | None = None  # norm of queries and keys: "head" by head, "heads" all concatenated. None means no norm
     make_norm: Callable[[], nn.Module] = RMSNorm  # makes the norms of queries and keys
     rope: Rope | None = None  # the rotation of queries and keys. None means no rotation
     scale: float | None = None  # factor of the scores. None means 1 / sqrt(H)

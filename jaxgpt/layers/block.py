@@ -44,7 +44,7 @@ class Block(nn.Module):
     """
 
     config: GPTConfig  # the architecture, which makes attention, MLP and norms
-    layer: int = 0  # number of the block, from 0; with scan_layers 0 for all of them
+    layer: int = 0  # number of the block, from 0. With scan_layers it is 0 for all of them
     compute: Compute = Compute()  # dtype, kernel and sharding
 
     def setup(self) -> None:

@@ -130,7 +130,7 @@ class RunMetadata:
     directory: Path  # the run directory
     experiment: Experiment  # the experiment as it is trained: with the architecture of `origin`, and the run directory's tokenizer
     given: Experiment  # the experiment as the user configured it
-    origin: Origin | None  # the weights that it started from; None: random ones
+    origin: Origin | None  # the weights that it started from. None means random ones
     vocab_size: Size  # number of tokens
     data: dict  # fingerprint of the dataset
     imported: dict | None  # source of an imported model. None means that the run was trained here

@@ -26,14 +26,14 @@ class SamplingRows(flax.struct.PyTreeNode):
     A filter runs if any row asks for it, and leaves the logits of the others as they are, to the bit.
     """
 
-    temperature_B: jax.Array  # float32; 1 for greedy rows
-    top_k_B: jax.Array  # int32; LARGEST_SIZE: no filter
-    top_p_B: jax.Array  # float32; 1: no filter
-    min_p_B: jax.Array  # float32; 0: no filter
-    typical_p_B: jax.Array  # float32; 1: no filter
-    repetition_B: jax.Array  # float32; 1: no penalty
-    frequency_B: jax.Array  # float32; 0: no penalty
-    presence_B: jax.Array  # float32; 0: no penalty
+    temperature_B: jax.Array  # float32, 1 for greedy rows
+    top_k_B: jax.Array  # int32, LARGEST_SIZE for no filter
+    top_p_B: jax.Array  # float32, 1 for no filter
+    min_p_B: jax.Array  # float32, 0 for no filter
+    typical_p_B: jax.Array  # float32, 1 for no filter
+    repetition_B: jax.Array  # float32, 1 for no penalty
+    frequency_B: jax.Array  # float32, 0 for no penalty
+    presence_B: jax.Array  # float32, 0 for no penalty
     is_greedy_B: jax.Array  # bool: the most likely token is taken
     is_biased_B: jax.Array  # bool: the row has biases
     bias_ids_BK: jax.Array  # int32, K = MAX_BIASES, padded with ids that no model has

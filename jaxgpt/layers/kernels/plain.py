@@ -53,8 +53,7 @@ def plain_attention(
 ) -> jax.Array:
     """Compute softmax(q k * scale) v, each group of N // K query heads sharing a key/value head. -> out_BTNH.
 
-    It differs from `naive_attention` only in speed and options. Heads are folded into the batch, blocks of queries leave
-    most masked scores out, and scores are in float32. It also takes documents, masks and dropout.
+    It computes the same as `naive_attention` in less time, and also takes documents, masks and dropout.
     Vaswani et al. 2017, arXiv:1706.03762. Grouped heads: Ainslie et al. 2023, arXiv:2305.13245.
 
     Args:
