@@ -36,7 +36,7 @@ SMALL = """
     --model.n-layer 1 --model.n-head 2 --model.n-embd 16 --model.block-size 16 --optim.warmup-steps 1 --train.steps 2
     --train.batch-size 2 --train.eval-every 2 --train.eval-tokens 64 --train.sample-tokens 5
 """
-LATER = {DOCS / "extending.md", DOCS / "lessons.md", DOCS / "looking-inside.md"}  # are not yet as plain
+LATER = {DOCS / "lessons.md"}  # is not yet as plain
 
 
 def blocks(page, language):

@@ -57,7 +57,7 @@ def evaluate(
         weights: dtype of the matrices, to measure what fewer bits cost. None means as trained
         tasks: tasks of the harness, such as hellaswag,arc_easy,piqa,lambada_openai, or core. None means the loss
         limit: questions of each task. None means all
-        num_fewshot: solved examples before each question. None means the task's own number. core has its own
+        num_fewshot: solved examples before each question, of which core has numbers of its own. None means the task's own number
         include_path: directory with task files of your own. None means no directory
     """
     if any(x is not None for x in ((limit, num_fewshot, include_path) if tasks is None else (data, stride))):

@@ -181,7 +181,7 @@ def audit(
 
     Args:
         run: run directory, by default the newest under runs/
-        steps: most steps to repeat, or as many as the run has, for all, by default 3.5% of them
+        steps: most steps to repeat, which are all if the run has no more, by default 3.5% of them
         seed: seed of the random draw, by default a new one each time
         data: the text, if it is elsewhere now, by default where the run read it
         tolerance: relative difference to accept, for a run of other hardware or versions. 0 accepts only equal bits
