@@ -136,7 +136,9 @@ def _shorten_help(printed: str, text: str, example: str, prog: str, operand: str
     for option in re.findall(r"^  ((?:--?[a-z]|\[?[A-Z]+\]? ).*(?:\n   .*)*)", printed, flags=re.MULTILINE):
         names, *words = re.split(r"\s{2,}", option.strip())
         if re.split("[ ,]", names)[0].lstrip("-") not in {*RARE, *hidden}:
-            explained = re.sub(r"(?:\. None means|, by default) (.*) \(default: None\)$", r" (default: \1)", " ".join(words))
+            explained = re.sub(
+                r"(?:\. None means|, by default) (.*) \(default: None\)$", r" (default: \1)", " ".join(words)
+            )
             explained = re.sub(r" \([^()]*arXiv:[\d.]+\)| \(default: ''\)$| \(default: \)$", "", explained)
             names = names.split(",")[0] if explained.endswith("(default: False)") else names
             rows["  " + re.sub(r"\{None\}\||None,", "", names)] = explained.removesuffix(" (default: False)")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from jaxgpt.loss import HeadLoss
     from jaxgpt.train import LossFn
 
-AxisSize = Annotated[int, Interval(ge=-1, le=LARGEST_SIZE)]  # size of an axis of a mesh. -1 means the rest of the devices
+AxisSize = Annotated[int, Interval(ge=-1, le=LARGEST_SIZE)]  # size of a mesh axis. -1 means the rest of the devices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ class ParallelConfig:
     strategy: Literal["auto", "single", "pmap", "mesh"] = "auto"
     data: AxisSize = -1  # mesh: groups of devices that share the batch, each with a full model. -1 means the rest
     fsdp: AxisSize = 1  # mesh: devices that shard batch, parameters and optimiser state. -1 means the rest
-    tensor: AxisSize = 1  # mesh: devices that shard the heads, the MLP's hidden units and the vocabulary. -1 means the rest
+    tensor: AxisSize = 1  # mesh: devices that shard heads, hidden units of the MLP and vocabulary. -1 means the rest
     # mesh: groups of devices between which the network is slow (TPU slices, GPU hosts). Only data extends over several
     slices: Size = 1
     # most sequences at once on a device. The rest of its share is accumulated. None means all
@@ -157,9 +157,9 @@ class ParallelConfig:
     # kernel of a loss in chunks. fused is a TPU kernel without logits in memory, on one device or by pmap. auto is fused where
     # the products that it repeats take less time than the logits' traffic, else xla
     loss_kernel: Literal["auto", "xla", "fused"] = "auto"
-    coordinator: str | None = None  # HOST:PORT of process 0. None means what JAX finds on a cluster, else a single process
+    coordinator: str | None = None  # HOST:PORT of process 0. None means what JAX finds on a cluster, else one process
     processes: Size | None = None  # number of processes, with a coordinator. None means no coordinator
-    process_id: NonNegativeInt | None = None  # number of this process, from 0, with a coordinator. None means no coordinator
+    process_id: NonNegativeInt | None = None  # number of this process, from 0. None means no coordinator
     connect_timeout: PositiveInt = 300  # seconds to wait for the other processes
     # seconds without progress (or the time of 20 steps, if longer) after which several processes count as stuck and are
     # ended. 0 means never. A single process is never ended

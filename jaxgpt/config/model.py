@@ -73,13 +73,13 @@ class GPTConfig:
     rope_low_freq_factor: PositiveFloat = 1.0  # llama3: wavelengths above rope_original_context / this are scaled
     rope_high_freq_factor: float = 4.0  # llama3: wavelengths below rope_original_context / this are kept
     rope_original_context: Size = 8192  # llama3: length of the context in pre-training, in tokens
-    sliding_window: Size | None = None  # tokens that a token attends to, itself included (arXiv:2004.05150). None means all
-    global_every: Count | None = None  # every n-th layer attends to all tokens instead of a window. None means no layer does
+    sliding_window: Size | None = None  # tokens that a token attends to, with itself (arXiv:2004.05150). None means all
+    global_every: Count | None = None  # every n-th layer attends to all tokens, not to a window. None means no layer
     # rope_theta of the layers with a sliding window, to which rope_scaling does not apply. None means rope_theta
     rope_local_theta: PositiveFloat | None = None
     qk_norm: bool = False  # apply RMSNorm to queries and keys before their product (arXiv:2302.05442)
     qk_norm_over: Literal["head", "heads"] = "head"  # qk_norm normalises each head, or all heads together, as in OLMo 2
-    query_scale: PositiveFloat | None = None  # attention scores are divided by its square root. None means the head size
+    query_scale: PositiveFloat | None = None  # attention scores are divided by its square root. None means head_dim
     # cap c of attention scores, which become c tanh(score / c) (arXiv:2408.00118). None means no cap
     attention_softcap: PositiveFloat | None = None
     tie_embeddings: bool = True  # use the token embedding as the output matrix too

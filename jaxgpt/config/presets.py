@@ -73,7 +73,7 @@ def gpt2(size: str = "124M") -> GPTConfig:
 def depth(n: int, *, tokens_per_parameter: float = 20.0, tokens: float | None = None) -> Experiment:
     """Return the quickstart's experiment at another size: all sizes and rates follow from the number of blocks.
 
-    Each rule extends the quickstart, whose values are tuned at 0.6 million tokens, by a power of the size, with a source.
+    Each rule extends the quickstart, whose values are tuned at 0.6 million tokens, by a power of size or tokens, with a source.
 
     Args:
         n: number of blocks.

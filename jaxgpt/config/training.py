@@ -115,10 +115,10 @@ class TrainConfig:
     attention: Literal["auto", "plain", "native", "xla", "cudnn", "splash"] = "auto"
     log_every: PositiveInt = 10  # steps between lines of metrics.jsonl
     eval_every: PositiveInt = 250  # steps between validations. The last step has one too
-    eval_tokens: PositiveInt | None = None  # tokens per validation, spread evenly over the split. None means all of them
+    eval_tokens: PositiveInt | None = None  # tokens per validation, spread evenly over the split. None means all
     checkpoint_every: PositiveInt = 1000  # steps between checkpoints. The best validation and the end are kept as well
     keep_last: PositiveInt = 2  # newest checkpoints kept besides the best. The second is read if the first is damaged
-    keep_every: PositiveInt | None = None  # checkpoints at multiples of this many steps are never deleted. None means no such checkpoints
+    keep_every: PositiveInt | None = None  # checkpoints at multiples of this many steps stay. None means no such steps
     sample_prompt: str = ""  # prompt of the sample at the end. An empty one means the tokenizer's start token
     sample_tokens: Annotated[int, Interval(ge=0, le=LARGEST_SIZE)] = MAX_NEW_TOKENS  # tokens of the sample at the end
     sample_temperature: NonNegativeFloat = 0.8  # temperature of the sample at the end

@@ -119,8 +119,8 @@ class Dataset:
     train: Split  # rows to train on
     val: Split  # rows to validate with
     tokenizer: Tokenizer  # the tokenizer of both splits
-    val_characters: int | None = None  # length of val's text, for bits per character. None means that the text is unknown
-    val_bytes: int | None = None  # length of that text in UTF-8, for bits per byte. None means that the text is unknown
+    val_characters: int | None = None  # length of val's text, for bits per character. None if the text is unknown
+    val_bytes: int | None = None  # length of that text in UTF-8, for bits per byte. None if the text is unknown
     # token counts of both splits, and the SHA-256 of both (for shards: of each file) and of the tokenizer
     fingerprint: dict[str, Any]
     # entries of tokenizer_config.json for the chat template: {} if the tokenizer implies it, None without conversations

@@ -90,8 +90,8 @@ class Decoding:
     max_new_tokens: int  # most tokens of a completion, at least 1
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     stop_tokens: Sequence[int] = ()  # ids. A completion ends before the first of them
-    vocab_size: int | None = None  # ids from this on, padding of the vocabulary, are never drawn. None means that all may be
-    cache_dtype: Precision | None = None  # dtype of keys and values. int8 takes a quarter of float32's memory. None means the model's
+    vocab_size: int | None = None  # ids from this on, padding of the vocabulary, are never drawn. None means no padding
+    cache_dtype: Precision | None = None  # dtype of keys and values, int8 a quarter of float32. None means the model's
     bucket: int = BUCKET  # tokens that the cache has room for, doubled as needed: other lengths rarely recompile
     logprobs: bool = False  # also return log-probabilities of generated and prompt tokens
     slots: int | None = None  # prompts decoded together. Another number may round a logit differently. None means all
