@@ -145,6 +145,8 @@ class GPT(nn.Module):
             x_BTD = x_BTD + jnp.broadcast_to(self.wpe(positions_BT).astype(jnp.float32), x_BTD.shape)
         elif c.position == "sinusoidal":
             x_BTD = x_BTD + jnp.broadcast_to(sinusoidal(positions_BT, c.n_embd), x_BTD.shape)
+        # Without a barrier XLA on CPU sums the blocks' gradients once more for each position: 4% of a small step.
+        x_BTD = jax.lax.optimization_barrier(x_BTD)
         return self.sharding.constrain(self.drop(x_BTD.astype(self.dtype), deterministic=not train))
 
     def norm_output(self, x_BTD: jax.Array) -> jax.Array:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,8 +46,8 @@ class Strategy:
     checkpoint_sharding: Sharding | None = None  # for all arrays of a checkpoint. None means the state's
 
     # Compile (step, the state's shardings, does the step add up micro-batches without dropout). The old state is donated.
-    jit_train_step: Callable[[StepFn, Any, bool], StepFn] = lambda step, _, __: jax.jit(step, donate_argnums=0)
-    jit_eval_step: Callable[[EvalFn], EvalFn] = jax.jit  # with sums over all devices
+    jit_train_step: Callable[[StepFn, Any, bool], StepFn]
+    jit_eval_step: Callable[[EvalFn], EvalFn]  # with sums over all devices
     # (the state's shardings) -> a function from a state to the checksums of its shards on `devices`, uint32 [copies,
     # parts], or None if there is only one copy
     jit_checksums: Callable[[Any], Callable[[TrainState], jax.Array] | None] = lambda _: None
@@ -62,10 +63,20 @@ class Strategy:
     from_checkpoint: Callable[[Any], Any] = lambda state: state
 
 
-def make_single(devices: Sequence[jax.Device] | None = None) -> Strategy:
-    """Return the strategy that runs the step on the first of `devices`, by default of this process's, by `jax.jit`."""
+def make_single(devices: Sequence[jax.Device] | None = None, options: Mapping[str, Any] | None = None) -> Strategy:
+    """Return the strategy that runs the step on the first of `devices`, by default of this process's, by `jax.jit`.
+
+    options: XLA's for both steps, by name.
+    """
     device = (devices or jax.local_devices())[0]
-    return Strategy(name=ONE_DEVICE, devices=(device,), state_shardings=lambda *_: SingleDeviceSharding(device))
+    jit = functools.partial(jax.jit, compiler_options=options)
+    return Strategy(
+        name=ONE_DEVICE,
+        devices=(device,),
+        state_shardings=lambda *_: SingleDeviceSharding(device),
+        jit_train_step=lambda step, _, __: jit(step, donate_argnums=0),
+        jit_eval_step=jit,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

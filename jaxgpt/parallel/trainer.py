@@ -19,7 +19,7 @@ from jaxgpt.loop import IN_FLIGHT
 from jaxgpt.lora import freeze, init_adapters, join_adapters, thawed_shapes, with_adapters
 from jaxgpt.loss import HeadLoss
 from jaxgpt.model import GPT
-from jaxgpt.parallel.device import PEAKS, ComputeOptions, compute_options, count_parameters
+from jaxgpt.parallel.device import PEAKS, ComputeOptions, compute_options, count_parameters, product_options
 from jaxgpt.parallel.mesh import count_slices, make_mesh
 from jaxgpt.parallel.pmap import make_pmap
 from jaxgpt.parallel.strategy import (
@@ -218,7 +218,7 @@ def choose_strategy(
             return make_pmap(devices)
         if devices is None and jax.process_count() > 1:
             raise UserError(f"parallel.strategy=single with {jax.process_count()} processes: take pmap or mesh")
-        return make_single(devices)
+        return make_single(devices, product_options(experiment.train.dtype, present[0]))
 
     choices = [experiment.parallel]
     layout = operator.attrgetter("strategy", "data", "fsdp", "tensor", "slices")

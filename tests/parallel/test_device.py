@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from jaxgpt.config import GPTConfig, TrainConfig
+from jaxgpt.config import Experiment, GPTConfig, TrainConfig
 from jaxgpt.errors import UserError
-from jaxgpt.parallel.device import PEAKS, check_memory, compute_options, first_device, memory_of
+from jaxgpt.parallel.device import PEAKS, check_memory, compute_options, first_device, memory_of, product_options
 from jaxgpt.parallel.jax_setup import enable_compilation_cache
+from jaxgpt.parallel.trainer import make_trainer
 from tests.conftest import keep_compiled
 
 
@@ -126,3 +127,18 @@ def test_xla_allocates_three_quarters_of_an_absent_gpu(monkeypatch):
         memory("NVIDIA H200", XLA_CLIENT_MEM_FRACTION="most")
     monkeypatch.delattr("os.sysconf")  # as Windows, where training is not checked against it
     assert memory_of(jax.devices()[0]) is None
+
+
+def test_the_processors_products_in_bfloat16():
+    """A step in bfloat16 on a CPU with instructions for it has oneDNN's products, and one in float32 has not."""
+    cpu = jax.devices()[0]
+    if product_options("bfloat16", cpu) is None:
+        pytest.skip("this processor has no instructions for bfloat16")
+    if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
+        pytest.skip("jaxlib before 0.12 keeps its own products")
+    assert product_options("float32", cpu) is None
+    for dtype, has in (("bfloat16", True), ("float32", False)):
+        model = GPTConfig(vocab_size=64, block_size=32, n_layer=1, n_head=2, n_embd=64)  # smaller products stay
+        experiment = Experiment(name="tiny", model=model, train=TrainConfig(batch_size=8, dtype=dtype))
+        trainer = make_trainer(experiment, [cpu])
+        assert ("onednn" in trainer.lower().compile().as_text()) == has, dtype
