@@ -193,7 +193,8 @@ class KVCache(flax.struct.PyTreeNode):
                 layers.append(layer)
                 return x_BTD
             q_BTNH, k_BTKH, v_BTKH = args
-            layer = self.layers[len(layers)].write(k_BTKH, v_BTKH, positions_BT)
+            # Without a barrier XLA on CPU writes each cache three times, once for each reader, into copies.
+            layer = jax.lax.optimization_barrier(self.layers[len(layers)].write(k_BTKH, v_BTKH, positions_BT))
             layers.append(layer)
             window = context if module.window is None else min(module.window, context)
             how = {"window": window, "block": self.block, "scale": module.scale, "softcap": module.softcap}

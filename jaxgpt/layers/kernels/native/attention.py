@@ -1,28 +1,16 @@
 """Causal attention in C++ for CPUs, which this machine's own compiler builds on first use."""
 
-import ctypes
 import functools
-import hashlib
-import os
-import shutil
-import subprocess
-import sysconfig
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.errors import UserError, first_line
-from jaxgpt.files import cache_directory, make_cache
+from jaxgpt.errors import UserError
+from jaxgpt.layers.kernels.native.build import why_not_native
 from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.layers.remat import save_in_remat
-
-SOURCE = Path(__file__).with_name("attention.cc")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-DNDEBUG", "-fPIC", "-shared")
-COMPILERS = ("c++", "g++", "clang++")  # unless the environment variable CXX names one
-DEADLINE = 120  # seconds for the compiler, which takes 4
 
 
 def native_attention(
@@ -79,38 +67,3 @@ def _call(direction: str, shapes: tuple, scores: tuple, *arrays: jax.Array) -> A
     scale, window, softcap = scores
     call = jax.ffi.ffi_call(f"jaxgpt_attention_{direction}", [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes])
     return call(*arrays, scale=np.float32(scale), window=np.int64(window), softcap=np.float32(softcap))
-
-
-@functools.cache
-def why_not_native() -> str | None:
-    """Build the kernel, if the cache does not have it, and load it. Return why that fails, or None."""
-    named = os.environ.get("CXX")
-    compiler = next((found for name in ((named,) if named else COMPILERS) if (found := shutil.which(name))), None)
-    if compiler is None:
-        return f"there is no C++ compiler ({named or ', '.join(COMPILERS)})"
-    try:
-        library = ctypes.CDLL(str(_build(compiler)))
-    except (OSError, UserError, subprocess.TimeoutExpired) as e:
-        return f"{compiler} does not build it: {first_line(e)}"
-    for direction in ("forward", "backward"):
-        handler = jax.ffi.pycapsule(getattr(library, f"attention_{direction}"))
-        jax.ffi.register_ffi_target(f"jaxgpt_attention_{direction}", handler, platform="cpu")
-    return None
-
-
-def _build(compiler: str) -> Path:
-    """Return the compiled kernel, by a name of all that decides it: a home directory may serve several machines."""
-    command = [compiler, *FLAGS, "-I", jax.ffi.include_dir(), str(SOURCE)]
-    cpu = Path("/proc/cpuinfo")
-    flags = {x for x in cpu.read_text().splitlines() if x.startswith(("flags", "model"))} if cpu.exists() else set()
-    decides = [*command, os.stat(compiler).st_mtime_ns, jax.__version__, sysconfig.get_platform(), *sorted(flags)]
-    digest = hashlib.sha256(SOURCE.read_bytes() + repr(decides).encode()).hexdigest()[:16]
-    library = cache_directory() / "native" / f"attention-{digest}.so"
-    if not library.exists():
-        make_cache(library.parent)
-        made = library.with_name(f"{library.name}.{os.getpid()}")
-        done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, timeout=DEADLINE)
-        if done.returncode:
-            raise OSError(done.stderr or f"exit status {done.returncode}")
-        made.replace(library)
-    return library

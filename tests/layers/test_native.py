@@ -1,4 +1,4 @@
-"""The C++ kernel: it equals the plain one, in values and gradients, whatever the mask, and is built once if it can be."""
+"""The C++ kernels: they equal the plain ones, gradients included, whatever the mask, and are built once if they can be."""
 
 import functools
 
@@ -10,8 +10,10 @@ import pytest
 
 from jaxgpt.config import GPTConfig, TrainConfig
 from jaxgpt.errors import UserError
-from jaxgpt.layers.kernels.native import attention as native
-from jaxgpt.layers.kernels.native.attention import native_attention, why_not_native
+from jaxgpt.layers.kernels.native import attention, build
+from jaxgpt.layers.kernels.native.attention import native_attention
+from jaxgpt.layers.kernels.native.build import why_not_native
+from jaxgpt.layers.kernels.native.product import native_product
 from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.parallel.device import compute_options
 
@@ -88,14 +90,23 @@ def test_bfloat16_is_converted_and_dropout_is_the_plain_kernels():
     )
 
 
+@pytest.mark.parametrize(("F", "D", "U"), [(1, 1, 1), (130, 768, 1), (65, 64, 3), (300, 100, 8), (64, 193, 17)])
+def test_the_product_of_integers_is_exact(F, D, U):
+    draw = np.random.default_rng(0)
+    values_FD, x_UD = (draw.integers(-128, 128, size=(rows, D)).astype(np.int8) for rows in (F, U))
+    values_FD[0], x_UD[0] = -128, -128  # the largest sum
+    expected = values_FD.astype(np.int64) @ x_UD.T.astype(np.int64)
+    np.testing.assert_array_equal(jax.jit(native_product)(values_FD, x_UD), expected)
+
+
 def test_it_is_built_once(monkeypatch, tmp_path):
     """And where it cannot be, one line says why, and only to whoever asks for it."""
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
-    compiler = native.shutil.which("c++") or native.shutil.which("g++") or native.shutil.which("clang++")
-    built = native._build(compiler)
+    compiler = build.shutil.which("c++") or build.shutil.which("g++") or build.shutil.which("clang++")
+    built = build._build(compiler)
     assert [x.name for x in (tmp_path / "native").iterdir()] == [built.name]
-    monkeypatch.setattr(native.subprocess, "run", None)
-    assert native._build(compiler) == built
+    monkeypatch.setattr(build.subprocess, "run", None)
+    assert build._build(compiler) == built
 
 
 @pytest.mark.parametrize(
@@ -105,7 +116,7 @@ def test_it_is_built_once(monkeypatch, tmp_path):
 def test_where_it_cannot_be_built(cxx, said, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", cxx)
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
-    monkeypatch.setattr(native, "why_not_native", why_not_native.__wrapped__)
+    monkeypatch.setattr(attention, "why_not_native", why_not_native.__wrapped__)
     monkeypatch.setattr("jaxgpt.parallel.device.why_not_native", why_not_native.__wrapped__)
     model = GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=8)
     assert compute_options(model, TrainConfig()).attention == "plain"
