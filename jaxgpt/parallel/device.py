@@ -124,7 +124,7 @@ def compute_options(
 ) -> ComputeOptions:
     """Choose float32 and plain attention on CPU, bfloat16 elsewhere, splash attention on TPU, cuDNN's on Nvidia GPUs.
 
-    On CPU a bfloat16 product is faster where `product_options` has some. On GPU and TPU it is several times faster.
+    On CPU a bfloat16 product is faster where `product_options` has ONEDNN. On GPU and TPU it is several times faster.
 
     device: the first by default. is_packed: rows hold several documents, between which there must be no attention.
     required: raise `UserError` if the device cannot run the named kernel. False means that the kernel was named for
@@ -162,7 +162,7 @@ ONEDNN = {"xla_cpu_experimental_onednn_custom_call": True, "xla_cpu_experimental
 
 
 def product_options(dtype: str, device: jax.Device) -> dict[str, Any] | None:
-    """Return XLA's options for a step whose activations have this dtype: those of a CPU that multiplies bfloat16."""
+    """Return XLA's options for steps with activations of this dtype: ONEDNN on a CPU that multiplies bfloat16."""
     cpu = Path("/proc/cpuinfo")
     if dtype != "bfloat16" or device.platform != "cpu" or not cpu.exists():
         return None

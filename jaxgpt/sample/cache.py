@@ -309,7 +309,7 @@ def can_cache(model: GPT, params: dict) -> bool:
     if model not in _COMPARED:
         name, (plain, params) = type(model.config).__name__, unstack_layers(model, params)
         mixers = find_mixers(plain)
-        difference = float(_compare(plain, params)) if mixers else math.inf
+        difference = float(jit_once(functools.partial(_compare, plain))(params)) if mixers else math.inf
         _COMPARED[model] = difference < TOLERANCE[jnp.dtype(model.dtype).name]
         own = sorted({type(module).__name__ for module, _ in mixers if module is not None})
         if not _COMPARED[model] and own:
@@ -323,21 +323,25 @@ def can_cache(model: GPT, params: dict) -> bool:
     return _COMPARED[model]
 
 
-@functools.partial(jax.jit, static_argnums=0)
+def jit_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function that is called once: on CPU without optimisations, which would take longer than they save."""
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return jax.jit(function, compiler_options=options)
+
+
 def _compare(model: GPT, params: dict) -> jax.Array:
     """Return the largest difference between cached decoding and the whole pass, relative to the largest value.
 
     Noise is added to the parameters: projections that are still zero would hide a difference.
     """
     T, V = min(model.config.block_size, 12), model.config.vocab_size or 1
-    floats = [x for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
-    keys = iter(jax.random.split(jax.random.key(0), len(floats)))
-    params = jax.tree.map(
-        lambda x: (
-            x + 0.05 * jax.random.normal(next(keys), x.shape, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        ),
-        params,
-    )
+    noise = 0.05 * jax.random.normal(jax.random.key(0), (max(x.size for x in jax.tree.leaves(params)),))
+
+    def add_noise(x: jax.Array) -> jax.Array:
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        return x + noise[: x.size].reshape(x.shape).astype(x.dtype) if is_float else x
+
+    params = jax.tree.map(add_noise, params)
     tokens_BT = jax.random.randint(jax.random.key(1), (2, T), 0, V)
     whole_BTD = apply_model(model, params, tokens_BT, method="hidden_states")
     cache = make_cache(model, batch=2, columns=T, dtype=model.dtype, block=None, cached=True)

@@ -199,7 +199,7 @@ def _multiply_on_cpu(values_FD: jax.Array, x_UD: jax.Array) -> jax.Array:
     most = 4 if is_float32 else 16  # rows that halves are faster for
     # Integers have the same sums in every order, so that the bits do not depend on whether there is a compiler.
     is_exact = values_FD.dtype == jnp.int8 and jax.default_backend() == "cpu"
-    if is_exact and U <= most and why_not_native() is None:
+    if is_exact and most >= U and why_not_native() is None:
         return native_product(values_FD, x_UD)
     if most < U:
         return _dot(values_FD, x_UD) if is_float32 else _multiply(values_FD, x_UD)
