@@ -48,7 +48,7 @@ LAYER_ROWS = [
     ["block"],
     ["attention", "mlp"],
     ["kernels"],
-    ["kernels.plain"],
+    ["kernels.plain", "kernels.native.build"],
     ["norm", "position", "linear"],
     ["remat"],
 ]
@@ -225,12 +225,12 @@ def test_docstrings_and_comments_are_whole_sentences_in_plain_words():
 
 # The most lines of Python of each part, all of it counted. A part that shrinks takes its number down with it.
 BUDGET = {
-    "the flat files": 2_090,
+    "the flat files": 2_095,
     "config": 1_080,
-    "layers": 1_220,
-    "parallel": 1_645,
+    "layers": 1_240,
+    "parallel": 1_675,
     "data": 2_490,
-    "sample": 2_475,
+    "sample": 2_485,
     "runs": 2_160,
     "hf": 1_355,
     "gguf": 675,
@@ -238,8 +238,8 @@ BUDGET = {
     "serve": 1_400,
     "cli": 1_140,
     "tools": 4_485,
-    "all of jaxgpt": 23_065,
-    "tests": 27_690,
+    "all of jaxgpt": 23_130,
+    "tests": 27_720,
 }
 FILES = 130  # of the package
 
