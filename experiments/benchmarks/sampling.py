@@ -17,13 +17,14 @@ import sys
 import time
 
 PROMPT, NEW, BATCHES = 64, 64, (1, 8, 32)
+LONG = 512  # tokens of another prompt, of which only the next token is drawn
 
 
 def measure(system: str) -> dict:
     """Measure a system in this process.
 
-    Returns {batch: {"total": tokens/s, "decode": tokens/s after the first token, "first": seconds to it}}, and the
-    system's size in megabytes.
+    Returns {batch: {"total": tokens/s, "decode": tokens/s after the first token, "first": seconds to it}}, the seconds to
+    the token after a `long` prompt, and the system's size in megabytes.
     """
     generate, extra = transformers_generate() if system == "transformers" else jaxgpt_generate(system)
     found = {}
@@ -32,7 +33,8 @@ def measure(system: str) -> dict:
         whole = statistics.median(seconds(generate, batch, NEW) for _ in range(3))
         first = statistics.median(seconds(generate, batch, 1) for _ in range(3))
         found[batch] = {"total": batch * NEW / whole, "decode": batch * (NEW - 1) / (whole - first), "first": first}
-    return found | extra
+    generate(1, 1, LONG)
+    return found | extra | {"long": statistics.median(seconds(generate, 1, 1, LONG) for _ in range(3))}
 
 
 def seconds(generate, *args) -> float:
@@ -55,17 +57,17 @@ def jaxgpt_generate(weights: str):
     model = jaxgpt.GPT(gpt2())
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     model, params = jaxgpt.for_decoding(model, params, weights)
-    prompts = np.random.default_rng(0).integers(0, 50257, (max(BATCHES), PROMPT)).tolist()
+    prompts = np.random.default_rng(0).integers(0, 50257, (max(BATCHES), LONG)).tolist()
 
-    def generate(batch: int, new: int) -> None:
+    def generate(batch: int, new: int, prompt: int = PROMPT) -> None:
         out = jaxgpt.generate(
             model,
             params,
-            prompts[:batch],
+            [row[:prompt] for row in prompts[:batch]],
             key=jax.random.key(0),
             max_new_tokens=new,
             sampling=jaxgpt.Sampling(greedy=True),
-            bucket=PROMPT,
+            bucket=prompt,
         )
         assert [len(row) for row in out.tokens] == [new] * batch
 
@@ -91,10 +93,10 @@ def transformers_generate():
 
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval()
-    prompts = torch.randint(0, 50257, (max(BATCHES), PROMPT))
+    prompts = torch.randint(0, 50257, (max(BATCHES), LONG))
 
-    def generate(batch: int, new: int) -> None:
-        ids = prompts[:batch]
+    def generate(batch: int, new: int, prompt: int = PROMPT) -> None:
+        ids = prompts[:batch, :prompt]
         with torch.no_grad():
             out = model.generate(
                 ids,
@@ -104,7 +106,7 @@ def transformers_generate():
                 do_sample=False,
                 pad_token_id=0,
             )
-        assert out.shape == (batch, PROMPT + new)
+        assert out.shape == (batch, prompt + new)
 
     return generate, {"megabytes": sum(p.numel() * p.element_size() for p in model.parameters()) / 1e6}
 
@@ -154,6 +156,8 @@ def main() -> None:
                 f"| {median(name, batch, 'total'):.1f} ({each}) | {total:.2f} | {median(name, batch, 'decode'):.1f} "
                 f"| {decode:.2f} | {median(name, batch, 'first') * 1e3:.0f} |"
             )
+    for name in systems:
+        print(f"{name}: the token after {LONG} takes {1e3 * statistics.median(run['long'] for run in runs[name]):.0f} ms")
     for name in systems[1:]:
         ceiling = statistics.median(run["ceiling"] for run in runs[name])
         bandwidth = statistics.median(run["gigabytes_per_second"] for run in runs[name])

@@ -5,6 +5,7 @@ Question:  tokens per second of the same GPT, batch and optimiser (AdamW, norm c
 Command:   python experiments/benchmarks/training.py --nanogpt DIR        (needs pip install ".[bench]", and
            for the compiled peers a C++ compiler); --shape wide; --json FILE; --systems jaxgpt nanogpt-compiled
            --profile: print where jaxgpt's step spends its time; --busy N: measure again beside N busy processes
+           --peer-python PYTHON: an interpreter that has torch, for the peers and for jaxgpt-peer, jaxgpt with its jax
 Method:    each system runs in a process of its own, compiled and warm. They take turns: a few seconds of steps each,
            round after round, so that a busy minute of the machine affects all of them. Ratios are medians of the ratios
            within a round. --nanogpt: a checkout of github.com/karpathy/nanoGPT, used in place. With --busy each round
@@ -31,7 +32,8 @@ SHAPES = {  # nanoGPT's CPU configuration from its README, and config/train_shak
     "wide": {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "batch_size": 12, "dropout": 0.0},
 }
 VOCAB, TEXT = 65, 1_000_000
-OURS = ("jaxgpt", "jaxgpt-native", "jaxgpt-bfloat16", "jaxgpt-native-bfloat16")  # with that attention, or dtype
+# With that attention or dtype, or by the peers' interpreter.
+OURS = ("jaxgpt", "jaxgpt-native", "jaxgpt-bfloat16", "jaxgpt-native-bfloat16", "jaxgpt-peer", "jaxgpt-native-peer")
 PEERS = ("nanogpt", "nanogpt-compiled", "transformers", "transformers-compiled")
 ON_REQUEST = ("nanogpt-bfloat16", "nanogpt-compiled-bfloat16")  # by --systems
 Steps = Callable[[int], float]  # number of steps -> the last loss, when all are done
@@ -227,7 +229,8 @@ class Worker:
 
 def start_worker(name: str, options, **env: str) -> Worker:
     """Start the worker of one of this file's systems, and wait for its first step."""
-    command = [sys.executable, __file__, "--worker", name, "--shape", options.shape, "--sizes", options.sizes]
+    python = sys.executable if name in OURS and not name.endswith("-peer") else options.peer_python
+    command = [python, __file__, "--worker", name, "--shape", options.shape, "--sizes", options.sizes]
     worker = Worker(command + ([] if options.nanogpt is None else ["--nanogpt", options.nanogpt]), **env)
     worker.wait_until_ready()
     return worker
@@ -237,6 +240,7 @@ def arguments(description: str | None, rounds: int) -> argparse.ArgumentParser:
     """Return a parser with the options that the benchmarks of workers share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nanogpt", help="a checkout of nanoGPT")
+    parser.add_argument("--peer-python", default=sys.executable, help="an interpreter that has torch")
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument(
         "--sizes", default="{}", help='overrides of the shape, as JSON: {"dropout": 0.2, "batch_size": 64}'
