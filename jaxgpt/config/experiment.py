@@ -76,8 +76,8 @@ class DataConfig:
     def open_dataset(self, model: GPTConfig, *, known: dict[str, Any] | None = None) -> Dataset:
         """Return the dataset on which a model is trained.
 
-        known: fingerprint of the dataset of the run to resume, which this one should have. Raises `UserError` if there
-        is nothing to train on.
+        known: the fingerprint that a run to resume has recorded. The dataset should have the same. Raises `UserError`
+        if there is nothing to train on.
         """
         from jaxgpt.data.dataset import prepare
 
@@ -124,8 +124,8 @@ class LoraConfig:
     alpha: PositiveFloat = 16.0  # the output of an adapter is multiplied by alpha / rank
     # the matrices of a block that have an adapter: q, k, v, c_fc, c_gate, c_proj (in attention and in the MLP)
     targets: tuple[str, ...] = ("q", "v")
-    # dtype of the blocks' frozen matrices in training. int8 takes a quarter of float32's memory. They are rounded once, and
-    # the adapters learn on the rounded ones, which `sample` and `export` use as well (arXiv:2305.14314 has 4 bits)
+    # dtype of the blocks' frozen matrices in training. int8 takes a quarter of float32's memory. The matrices are
+    # rounded once. Training, `sample` and merged exports all use the rounded ones (arXiv:2305.14314 uses 4 bits)
     frozen: Literal["float32", "int8"] = "float32"
 
     def __post_init__(self) -> None:
@@ -155,7 +155,7 @@ class ParallelConfig:
     # tokens of each sequence whose logits are in memory at once. None means all of block_size
     loss_chunk: PositiveInt | None = None
     # kernel of a loss in chunks. fused is a TPU kernel without logits in memory, on one device or by pmap. auto is fused where
-    # the products that it repeats take less time than the logits' traffic, else xla
+    # the products that it repeats take less than half of the time that it saves in memory traffic. Elsewhere it is xla
     loss_kernel: Literal["auto", "xla", "fused"] = "auto"
     coordinator: str | None = None  # HOST:PORT of process 0. None means what JAX finds on a cluster, else one process
     processes: Size | None = None  # number of processes, with a coordinator. None means no coordinator

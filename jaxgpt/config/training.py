@@ -41,7 +41,7 @@ class OptimConfig:
     name: Literal["adamw", "muon"] = "adamw"  # muon: Muon (Jordan 2024) trains the blocks' matrices, AdamW the rest
     learning_rate: PositiveFloat = 1e-3  # peak learning rate of AdamW
     muon_learning_rate: PositiveFloat = 0.02  # peak learning rate of Muon
-    # learning rate after warm-up. wsd is constant, then linear to the minimum (arXiv:2405.18392). inverse_sqrt is 2017's, without minimum
+    # learning rate after warm-up. wsd stays at the peak, then falls linearly to the minimum (arXiv:2405.18392). inverse_sqrt has no minimum
     schedule: Literal["cosine", "wsd", "inverse_sqrt", "constant"] = "cosine"
     # steps in which the learning rate rises from 0. More than train.steps count as None. None means a tenth of train.steps, at most 100
     warmup_steps: NonNegativeInt | None = None
@@ -65,7 +65,7 @@ class OptimConfig:
         for name in ("learning_rate", "muon_learning_rate")[: 1 + (self.name == "muon")]:
             rate = getattr(self, name)
             decayed = self.weight_decay * rate
-            if decayed > 1.0:  # a step takes more than all of a matrix off, and makes it grow
+            if decayed > 1.0:  # a step would subtract more than the whole matrix and reverse its sign
                 raise UserError(f"weight_decay={self.weight_decay} times {name}={rate} is {decayed:g}: needs at most 1")
 
     def make_optimizer(self, steps: int, *, model: GPTConfig) -> optax.GradientTransformation:
@@ -79,7 +79,7 @@ class OptimConfig:
         return make_optimizer(self, steps, width_ratio=model.width_ratio, label_parameter=model.label_parameter)
 
     def make_schedule(self, steps: int) -> optax.Schedule:
-        """Return the optimizer's learning rate by the number of steps taken: what is logged, unless its state has one."""
+        """Return the learning rate as a function of the steps taken. It is logged unless the optimizer's state has one."""
         from jaxgpt.optim import learning_rate
 
         return learning_rate(self, steps)

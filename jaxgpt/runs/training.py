@@ -1,4 +1,4 @@
-"""Open what a run trains with: its experiment, checked against the run to resume, data, compiled steps, checkpoints."""
+"""Open a run for training: check its experiment against the run to resume, and open its data, steps and checkpoints."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Training:
     def whole_batch(self, step: int, state: TrainState | None = None) -> Batch:
         """Return the batch of one step, with the rows of all devices and processes.
 
-        state: a state with the parameters before the step, with which data that have a rollout complete the batch.
+        state: the state before the step. A rollout completes the batch with its parameters. None means no rollout.
         """
         with contextlib.closing(self._read(step - 1, None, prefetch=1)) as batches:
             batch = next(batches)
@@ -181,8 +181,8 @@ class Training:
 def gather_params(trainer: Trainer, state: TrainState, merge: Callable[..., Params] | None = None) -> Params | None:
     """Gather the parameters of the model on one device. Return None if this process holds only shards of them.
 
-    Adapters are joined with them afterwards, since one process cannot launch a program over all devices. merge: joins
-    them. None puts each next to its kernel, in float32.
+    merge: joins adapters and frozen parameters. It runs after the gathering, since one process cannot launch a program
+    over all devices. None puts each adapter next to its kernel, in float32.
     """
     held, device = (state.params, state.frozen_params), jax.local_devices()[0]
     if not all(x.is_fully_addressable or x.is_fully_replicated for x in jax.tree.leaves(held)):

@@ -53,7 +53,7 @@ def speculate(
         prompt: a list of ids.
         decoding: see `generate`.
         key: see `generate`.
-        every: tokens between two items, or a few more, but at least one in the first. None means one item, at the end.
+        every: the fewest tokens of an item between the first and the last. None means no item between those two.
         num_draft_tokens: tokens that the draft proposes for each pass of the model, at most half of either block_size.
 
     Raises:
@@ -140,8 +140,8 @@ class _Model(NamedTuple):
     def catch_up(self, state: SequenceState, ahead: int) -> SequenceState:
         """Read all tokens but the last, which is read with the next ones.
 
-        If the last token, or the one `ahead` of it, is past the end of the position table, read a full window anew from
-        its last half.
+        The position table may end before the last token, or before the token `ahead` places after it. Then read the last
+        half of a full window again, from position 0.
         """
         block_size = self.model.config.block_size
         if not has_unbounded_positions(self.model):
@@ -204,8 +204,8 @@ def _advance(model, draft, params, draft_params, t, d, key, sampling, stops, lim
         if is_bounded:
             kept_G &= each < room
         n = jnp.argmin(jnp.concatenate([kept_G, jnp.zeros(1, bool)]))  # up to the first that is rejected
-        # After a rejection, draw from the positive part of p - q, which corrects the distribution. At the end of the
-        # position table nothing was rejected: as after G kept tokens, the next one is drawn from p.
+        # After a rejection, draw from the positive part of p - q, which corrects the distribution. A token past the end
+        # of the position table is dropped without a test. Then the next one is drawn from p, as after G kept tokens.
         is_rejected = n < G
         if is_bounded:
             is_rejected &= n < room

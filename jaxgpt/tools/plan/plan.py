@@ -40,8 +40,8 @@ class DoesNotFit(Exception):
 def _cudnn_errors() -> Iterator[None]:
     """Raise `UserError` if JAX cannot lower cuDNN's attention on this machine.
 
-    JAX asks the libraries and the GPU of this machine, not the devices to compile for: without cuDNN it lowers no call,
-    and without a GPU only heads of up to 128.
+    JAX asks the libraries and the GPU of this machine, not the devices that it compiles for. Without cuDNN it lowers no
+    attention call. Without a GPU it lowers only calls with a head size of up to 128.
     """
     try:
         yield
@@ -290,9 +290,9 @@ def estimate(
 
 
 def splash_flops(experiment: Experiment, trainer: Trainer, calls: int) -> float:
-    """Return the FLOPs of `calls` of splash attention, which does not state them: 2 products forward, 5 backward.
+    """Return the FLOPs of `calls` calls of splash attention, which do not state them.
 
-    The backward pass recomputes the scores. Scores are computed in whole blocks.
+    A forward call has 2 products. A backward call has 5, since it recomputes the scores. Scores are computed in whole blocks.
     """
     config = experiment.model
     if trainer.options.attention != "splash" or config.dropout:
@@ -373,10 +373,10 @@ def collective_seconds(kind: str, size: int, n: int, bandwidth: float, *, switch
     """Return the seconds that one collective over n devices takes if bandwidth, in bytes/s, is the only limit.
 
     Each device sends n - 1 of n parts. An all-reduce is a reduce-scatter and an all-gather
-    (jax-ml.github.io/scaling-book/sharding). In an all-to-all, half of what half of the devices hold crosses the
-    middle: n * size / 4 bytes, over the one link of a line or the two of a ring. On a torus of more dimensions this is
-    an upper bound. Where all devices are switched, as GPUs are, each reaches every other directly. A permutation is
-    assumed to use all links, but between neighbours it uses one. Latency, about a microsecond per link, is not included.
+    (jax-ml.github.io/scaling-book/sharding). In an all-to-all, each half of the devices sends half of its data to the
+    other. These n * size / 4 bytes cross one link of a line or two of a ring. On a torus of more dimensions this is an
+    upper bound. Where devices are switched, as GPUs are, each reaches every other directly. A permutation is assumed to
+    use all links, but between neighbours it uses one. Latency, about a microsecond per link, is left out.
     """
     if n == 1:
         return 0.0
