@@ -157,7 +157,9 @@ def main() -> None:
                 f"| {decode:.2f} | {median(name, batch, 'first') * 1e3:.0f} |"
             )
     for name in systems:
-        print(f"{name}: the token after {LONG} takes {1e3 * statistics.median(run['long'] for run in runs[name]):.0f} ms")
+        print(
+            f"{name}: the token after {LONG} takes {1e3 * statistics.median(run['long'] for run in runs[name]):.0f} ms"
+        )
     for name in systems[1:]:
         ceiling = statistics.median(run["ceiling"] for run in runs[name])
         bandwidth = statistics.median(run["gigabytes_per_second"] for run in runs[name])

@@ -12,8 +12,6 @@ Verdict     As expected: each seed is far below the mark after a third of the to
             second, and the other seven are imports, compilation and the check of the model's own modules.
 """
 
-import dataclasses
-
 from ngram_embeddings import NGramConfig
 
 import jaxgpt
