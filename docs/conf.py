@@ -9,6 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "api"))
 import fields  # api/fields.py
+from sphinx.addnodes import pending_xref
 from sphinx.domains.python import PyXRefRole
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # importing modules for the API reference needs no accelerator
@@ -76,6 +77,13 @@ def list_number_types(app, docname, source):
         source[0] = source[0].replace("{{number types}}", "\n".join(fields.list_number_types()))
 
 
+def link_lessons(app, doctree):
+    """Let lessons link to each other: docs/lessons is a link to a folder outside of docs/, which MyST resolves."""
+    for node in doctree.findall(pending_xref):
+        _, found, page = node["reftarget"].partition("/experiments/lessons/")
+        node["reftarget"] = f"lessons/{page}" if found else node["reftarget"]
+
+
 def find_source(app, module, attribute):
     """Show the source of an alias such as `Params`, a dict, where it is defined: the site has no page of builtins."""
     value = getattr(sys.modules[module], attribute, None)
@@ -95,6 +103,7 @@ def setup(app):
     app.add_role_to_domain("py", "reference", ReferenceRole())
     app.connect("viewcode-follow-imported", find_source)
     app.connect("source-read", list_number_types)
+    app.connect("doctree-read", link_lessons)
     app.connect("autodoc-skip-member", skip_member)
     app.connect("autodoc-process-signature", shorten)
     app.connect("autodoc-process-docstring", add_fields)
