@@ -91,7 +91,7 @@ def find_source(app, module, attribute):
 
 
 class ReferenceRole(PyXRefRole):
-    """Code in backticks, and a link if the reference has the name: of a class, a configuration's say, in any module."""
+    """Show a name in backticks as code, with a link where the reference has it. A class may be in any module."""
 
     def process_link(self, env, refnode, has_explicit_title, title, target):
         title, target = super().process_link(env, refnode, has_explicit_title, title, target)

@@ -1,6 +1,6 @@
 """Draw the plots of the findings: `python docs/findings/draw.py` writes them beside this file.
 
-The figures are those of experiments/LOG.md and of the docstrings in experiments/, which name command and processor.
+The figures come from experiments/LOG.md and the docstrings in experiments/, which name command and processor.
 """
 
 from collections.abc import Callable

@@ -4,7 +4,7 @@ Question:  tokens per second of the same GPT, batch and optimiser (AdamW, norm c
            way of fetching a batch.
 Command:   python experiments/benchmarks/training.py --nanogpt DIR        (needs pip install ".[bench]", and
            for the compiled peers a C++ compiler); --shape wide; --json FILE; --systems jaxgpt nanogpt-compiled
-           --profile: print where jaxgpt's step spends its time; --busy N: measure again beside N busy processes
+           --profile: print where the step of jaxgpt, or of the first of --systems, spends its time; --busy N: measure again beside N busy processes
            --peer-python PYTHON: an interpreter that has torch, for the peers and for jaxgpt-peer, jaxgpt with its jax
 Method:    each system runs in a process of its own, compiled and warm. They take turns: a few seconds of steps each,
            round after round, so that a busy minute of the machine affects all of them. Ratios are medians of the ratios
@@ -298,7 +298,7 @@ def main() -> None:
     if options.profile:
         from step_profile import print_profile
 
-        trainer, batches = make_jaxgpt(shape)
+        trainer, batches = make_jaxgpt(shape, systems(options)[0])
         print_profile(trainer, batches, trainer_steps(trainer, batches), options.seconds)
     else:
         compare(options, shape)

@@ -12,38 +12,20 @@ Verdict     As expected: each seed is far below the mark after a third of the to
             second, and the other seven are imports, compilation and the check of the model's own modules.
 """
 
-from ngram_embeddings import NGramConfig
+import dataclasses
+
+import ngram_embeddings
 
 import jaxgpt
-from jaxgpt import DataConfig, Experiment, OptimConfig, TrainConfig
+from jaxgpt import TrainConfig
 
-experiment = Experiment(
+page = ngram_embeddings.experiment
+experiment = dataclasses.replace(
+    page,
     name="speedrun-ngrams",
-    model=NGramConfig(
-        block_size=64,
-        n_layer=1,
-        n_head=4,
-        n_embd=64,
-        bias=False,
-        norm="rmsnorm",
-        activation="relu2",
-        position="rope",
-        rope_theta=100.0,
-        qk_norm=True,
-        residual_init="zero",
-        tie_embeddings=False,
-        max_order=4,
-    ),
-    data=DataConfig(corpus="shakespeare"),
-    optim=OptimConfig(
-        name="muon",
-        learning_rate=1e-2,
-        muon_learning_rate=0.025,
-        momentum=0.8,
-        schedule="wsd",
-        warmup_steps=5,
-        decay_fraction=0.6,
-        min_lr_ratio=0.0,
+    model=dataclasses.replace(page.model, n_layer=1, rope_theta=100.0, max_order=4),
+    optim=dataclasses.replace(
+        page.optim, muon_learning_rate=0.025, momentum=0.8, warmup_steps=5, decay_fraction=0.6, min_lr_ratio=0.0
     ),
     train=TrainConfig(steps=50, batch_size=32, eval_every=1000, sample_prompt="\n"),
 )

@@ -197,7 +197,8 @@ def _multiply_on_cpu(values_FD: jax.Array, x_UD: jax.Array) -> jax.Array:
     """
     U, (F, D), is_float32 = x_UD.shape[0], values_FD.shape, values_FD.dtype == jnp.float32
     most = 4 if is_float32 else 16  # rows that halves are faster for
-    # Integers have the same sums in every order, so that the bits do not depend on whether there is a compiler.
+    # Integers have the same sums in every order: the bits do not depend on whether there is a compiler. JAX also traces this
+    # function where the platform is another.
     is_exact = values_FD.dtype == jnp.int8 and jax.default_backend() == "cpu"
     if is_exact and most >= U and why_not_native() is None:
         return native_product(values_FD, x_UD)
