@@ -236,7 +236,7 @@ BUDGET = {
     "gguf": 675,
     "interventions": 875,
     "serve": 1_400,
-    "cli": 1_140,
+    "cli": 1_145,
     "tools": 4_485,
     "all of jaxgpt": 23_130,
     "tests": 27_735,

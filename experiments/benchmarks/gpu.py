@@ -78,7 +78,7 @@ def run_parts(
     print(HEADER, flush=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         # What one part has compiled the next ones read.
-        environment = {"PYTHONPATH": path, "JAX_COMPILATION_CACHE_DIR": directory}
+        environment = {"PYTHONPATH": path, "JAX_COMPILATION_CACHE_DIR": directory, "PYTHONFAULTHANDLER": "1"}
         environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"  # as `enable_compilation_cache` has it
         for number, name in enumerate(names):
             limit = max(0.0, end - time.monotonic()) * PARTS[name] / sum(PARTS[later] for later in names[number:])

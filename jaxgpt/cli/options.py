@@ -8,6 +8,7 @@ import functools
 import inspect
 import io
 import itertools
+import os
 import re
 import shutil
 import sys
@@ -85,7 +86,9 @@ def parse(
     bind.__doc__ = doc
     words = set(itertools.takewhile(lambda word: word != "--", argv))
     is_brief = "--help-all" not in words and not words.isdisjoint(("-h", "--help"))
-    framed, printed = io.StringIO(), io.StringIO()
+    framed, printed, width = io.StringIO(), io.StringIO(), shutil.get_terminal_size().columns
+    if is_brief:
+        os.environ["COLUMNS"] = "80"  # with more, tyro prints two boxes in a row
     try:
         with contextlib.redirect_stderr(framed), contextlib.redirect_stdout(printed if is_brief else sys.stdout):
             values: dict[str, Any] = tyro.cli(
@@ -98,6 +101,7 @@ def parse(
     except SystemExit as e:
         if e.code in (0, None):
             if is_brief:
+                os.environ["COLUMNS"] = str(width)
                 show(_shorten_help(printed.getvalue(), text, example, prog, operand))
             raise
         raise UserError(_one_line(framed.getvalue(), prog)) from None
@@ -128,9 +132,7 @@ def _join_mixture(argv: list[str]) -> list[str]:
 
 def _shorten_help(printed: str, text: str, example: str, prog: str, operand: str) -> str:
     """Return a page of help from tyro's: the common options, and for a default of None what its text says of it."""
-    parts = {
-        part.name: getattr(part.default_factory, "__dataclass_fields__", ()) for part in dataclasses.fields(Experiment)
-    }
+    parts = {p.name: getattr(p.default_factory, "__dataclass_fields__", ()) for p in dataclasses.fields(Experiment)}
     hidden = {f"{part}.{name}".replace("_", "-") for part, names in parts.items() for name in names} - set(COMMON)
     rows = {}
     for option in re.findall(r"^  ((?:--?[a-z]|\[?[A-Z]+\]? ).*(?:\n   .*)*)", printed, flags=re.MULTILINE):

@@ -74,8 +74,6 @@ def configure_jax(*, computes: bool = True) -> None:
         return_freed_memory()
     elif keep_freed_memory() and "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
         jax.config.update("jax_cpu_enable_async_dispatch", False)  # steps run in the first thread: see the heap
-    # jaxlib 0.12.0.1 cannot write a program with oneDNN's products (`device.ONEDNN`): it is compiled at each start.
-    warnings.filterwarnings("ignore", "Error writing persistent compilation cache entry.*std::bad_alloc")
     enable_compilation_cache()
     _is_set_up = True
 

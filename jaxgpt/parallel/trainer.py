@@ -218,7 +218,10 @@ def choose_strategy(
             return make_pmap(devices)
         if devices is None and jax.process_count() > 1:
             raise UserError(f"parallel.strategy=single with {jax.process_count()} processes: take pmap or mesh")
-        return make_single(devices, product_options(experiment.train.dtype, present[0]))
+        if options := product_options(experiment.train.dtype, present[0]):
+            # No program is cached from now on: writing one of these has ended the process (jaxlib 0.11.2 and 0.12.0.1).
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
+        return make_single(devices, options)
 
     choices = [experiment.parallel]
     layout = operator.attrgetter("strategy", "data", "fsdp", "tensor", "slices")
