@@ -7,10 +7,10 @@ Command:   python experiments/benchmarks/gpu.py [--nanogpt DIR] [--json FILE]   
 Method:    each part runs in a process of its own, which is killed when its share of the seconds is over; what it has
            measured by then is in the table all the same. What one part leaves over is shared by the next ones. The
            table is printed and the file is saved after each part. Medians (least to most) of rounds.
-Result:    NVIDIA H100 80GB HBM3, jax 0.11.2, 2026-11-26, two runs. Losses agree with the CPU's, and cuDNN's attention with
-           plain attention. Not all checks were reached. Training: 457,554 tokens/s at 32 x 1,024 (MFU 39.5%, 0.953 of
-           nanoGPT's speed), 380,683 at 8 x 4,096 (46%, 0.962). Decoding in bfloat16: 1,440 tokens/s at batch 1 (11.3% of
-           the bandwidth), 68,916 at 128 (28.3%). A step takes 17.8 GiB, as planned, and the first one 54.9 s.
+Result:    NVIDIA H100 80GB HBM3, jax 0.11.2, 2026-11-26, two runs. Losses agree with the CPU's, and cuDNN's attention
+           with plain attention. Not all checks were reached. Training: 457,554 tokens/s at 32 x 1,024 (MFU 39.5%, 0.953
+           of nanoGPT's speed), 380,683 at 8 x 4,096 (46%, 0.962). Decoding in bfloat16: 1,440 tokens/s at batch 1
+           (11.3% of the bandwidth), 68,916 at 128 (28.3%). A step takes 17.8 GiB, as planned, and the first one 54.9 s.
 """
 
 import argparse
