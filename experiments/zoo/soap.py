@@ -32,8 +32,9 @@ import matrices
 import optax
 
 import jaxgpt
-from jaxgpt import GPTConfig, OptimConfig, UserError
+from jaxgpt import GPTConfig, OptimConfig
 from jaxgpt.config.validate import Count, Size
+from jaxgpt.optim import scale_by_width
 
 Sides = dict[str, jax.Array]  # an array for each side of a matrix [D, F] that is rotated: "left" of D, "right" of F
 
@@ -103,13 +104,12 @@ class SoapConfig(OptimConfig):
 
     def make_optimizer(self, steps: int, *, model: GPTConfig) -> optax.GradientTransformation:
         """Return the chain of clipping, SOAP or Adam, decay and the learning rate."""
-        if model.mup_base_width is not None:
-            raise UserError(f"mup_base_width={model.mup_base_width}: no rule for SOAP's updates is known here")
         adam = optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.eps)
         soap = optax.GradientTransformation(self._init, self._update)
         return optax.chain(
             matrices.clip(self),
             optax.partition({"matrix": soap, "table": soap, "vector": adam}, matrices.choose(model)),
+            scale_by_width(model.width_ratio, model.label_parameter),  # a rotation leaves Adam's size as it is
             matrices.decay_matrices(self, model),
             optax.scale_by_learning_rate(self.make_schedule(steps)),
         )
