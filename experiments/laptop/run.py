@@ -1,0 +1,271 @@
+"""Does a laptop predict a pod? Twelve optimisers, tuned alike, at three widths, and ten ideas, with twenty seeds each.
+
+Question    modded-nanogpt's track 3 orders optimisers by their steps to a loss, with 124M parameters on eight H100. Does a
+            model of 0.4M parameters on two cores order them alike, and do wider ones come nearer?
+Reference   github.com/KellerJordan/modded-nanogpt, records/track_3_optimization/README.md at commit f411b3d, 2026-08-01:
+            see TRACK_3. For ideas also nanochat's dev/LOG.md: see ../../docs/laptop-and-pod.md.
+Change      All runs have the text, batch and model of `base.py`. Each optimiser has nine trials of `jaxgpt sweep` over
+            its learning rate and one other field, see OVER, at width 88: nine of 66 steps, and the best three with 200
+            steps and two new seeds. The winner's fields hold at all widths, by muP. Then each optimiser is trained to
+            100 and to 200 steps, each with a complete schedule, with seeds 0 to 19. The target of a width is AdamW's
+            mean loss after 200 steps. Steps to it are a straight line through the two losses over the logarithm of the
+            steps; where they are more than 200 they are extrapolated.
+Command     python experiments/laptop/run.py sweeps --text shakespeare.txt
+            python experiments/laptop/run.py optimizers --width 88 --text shakespeare.txt     # then 176 and 352
+            python experiments/laptop/run.py report
+            --part 0/2 and --part 1/2: half of the work each, for one core each (`taskset -c 0`). All commands resume:
+            what is in ../results/laptop/ is not run again. `report` says what is known so far.
+Expected    Written before the first run. In the order of steps, fewest first: NorMuon, Muon, Muon with Polar Express, SOAP,
+            Shampoo, cautious AdamW, schedule-free AdamW, AdamW, Adafactor, Prodigy, Lion, SGD. The rank correlation with
+            the five that track 3 has is 0.6 to 0.9, since SOAP, its first, is behind Muon on the shelf. Wider models bring
+            SOAP and Shampoo nearer to Muon. The first three differ by less than 5% of the steps at every width.
+Result      see ../../docs/laptop-and-pod.md.
+Verdict     see ../../docs/laptop-and-pod.md.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock
+
+import jaxgpt
+from jaxgpt import Experiment, OptimConfig, UserError
+from jaxgpt.cli.experiment_file import load_experiment, load_variants
+from jaxgpt.errors import Diverged
+from jaxgpt.files import write_whole
+from jaxgpt.runs.code import run_file
+from jaxgpt.tools.sweep import sweep
+
+HERE = Path(__file__).resolve().parent
+RESULTS, RUNS = HERE.parent / "results" / "laptop", Path("runs/laptop")
+SEEDS, STEPS, WIDTHS = range(20), (100, 200), (88, 176, 352)
+TRIALS, FINAL_SEEDS = 9, 2  # of each sweep
+RATE, BETA2 = "optim.learning_rate=1e-3..2e-2", "optim.beta2=0.9..0.99"
+MUON = ("optim.muon_learning_rate=4e-3..4e-2", "optim.learning_rate=3e-3..3e-2")
+# What is tuned: the learning rate over a factor of ten to a hundred, and one other field.
+OVER = {
+    "sgd": ("optim.learning_rate=0.05..5", "optim.momentum=0.8..0.98"),
+    "adamw": (RATE, BETA2),
+    "lion": ("optim.learning_rate=3e-4..1e-2", BETA2),
+    "adafactor": ("optim.learning_rate=1e-3..5e-2", "optim.beta1=0.0,0.9"),
+    "soap": (RATE, BETA2),
+    "shampoo": (RATE, BETA2),
+    "muon": MUON,
+    "normuon": MUON,
+    "polar express": MUON,
+    "schedule-free": ("optim.learning_rate=1e-3..5e-2", "optim.beta1=0.8..0.98"),
+    "cautious adamw": (RATE, BETA2),
+    "prodigy": ("optim.learning_rate=0.3..5", "optim.beta2=0.9..0.999"),
+}
+# Steps to 3.28, by the number of the result. Adam's is called "most likely undertuned" there, and is a single run.
+TRACK_3 = {"soap": 3125, "muon": 3250, "normuon": 3250, "shampoo": 4100, "adamw": 5625}
+RESULT_OF = {"soap": 27, "muon": 36, "normuon": 10, "shampoo": 21, "adamw": 2}
+
+
+def optimizers() -> dict[str, OptimConfig]:
+    """Return the twelve with the shelf's values."""
+    fixed, new = run_file(HERE / "base.py"), load_variants(str(HERE / "optimizers.py"))
+    pages = {
+        name: load_experiment(str(HERE.parent / "zoo" / f"{name}.py")).optim
+        for name in ("lion", "soap", "normuon", "polar_express", "schedule_free", "cautious_weight_decay")
+    }
+    cautious = {"name": "adamw", "learning_rate": 4e-3, "cautious_decay": False, "cautious_updates": True}
+    found = {name: experiment.optim for name, experiment in new.items()}
+    found |= {"adamw": fixed.adamw.optim, "muon": fixed.experiment.optim}
+    found |= {name.replace("_", " "): pages[name] for name in ("lion", "soap", "normuon", "polar_express")}
+    found["schedule-free"] = pages["schedule_free"]
+    found["cautious adamw"] = dataclasses.replace(pages["cautious_weight_decay"], **cautious)
+    return {name: found[name] for name in OVER}
+
+
+def experiment_of(optim: OptimConfig, width: int, steps: int, text: str) -> Experiment:
+    """Return the experiment of an optimiser at a width."""
+    fixed = run_file(HERE / "base.py")
+    train = dataclasses.replace(fixed.experiment.train, steps=steps)
+    data = jaxgpt.DataConfig(path=text)
+    return dataclasses.replace(fixed.experiment, model=fixed.model(width), optim=optim, train=train, data=data)
+
+
+def read(name: str) -> dict:
+    """Return a file of results, empty if there is none."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def add(name: str, keys: list[str], value) -> None:
+    """Put a value at its place in a file of results, which other processes write as well."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{RESULTS / name}.lock"):
+        found = read(name)
+        place = found
+        for key in keys[:-1]:
+            place = place.setdefault(key, {})
+        place[keys[-1]] = value
+        lines = re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", json.dumps(found, indent=1))
+        write_whole(RESULTS / f"{name}.json", lines + "\n")
+
+
+def processor() -> str:
+    """Return vendor, family and model of the processor, and its vector width."""
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    fields = dict(re.findall(r"^(vendor_id|cpu family|model)\s*: (.*)$", text, flags=re.MULTILINE))
+    width = "AVX-512" if "avx512f" in text else "AVX2" if "avx2" in text else "unknown vectors"
+    return f"{fields.get('vendor_id')} family {fields.get('cpu family')} model {fields.get('model')}, {width}"
+
+
+def run_sweeps(part: slice, text: str) -> None:
+    """Tune each optimiser that has no result yet."""
+    for name, optim in list(optimizers().items())[part]:
+        if name in read("sweeps"):
+            continue
+        began, directory = time.perf_counter(), RUNS / "sweeps" / name.replace(" ", "-")
+        experiment = dataclasses.replace(experiment_of(optim, WIDTHS[0], max(STEPS), text), name=f"laptop-{name[:9]}")
+        found = sweep(over=OVER[name], trials=TRIALS, seeds=FINAL_SEEDS, run_dir=str(directory), experiment=experiment)
+        trials = [[*trial.point.values(), *map(mean, trial.losses)] for trial in found.trials]
+        value = {"over": OVER[name], "winner": found.trials[0].point, "trials": trials}
+        seconds = round(time.perf_counter() - began, 1)
+        add("sweeps", [name], value | {"seconds": seconds, "processor": processor()})
+        shutil.rmtree(directory)
+        print(f"{name}: {found.trials[0]}: {found.trials[0].mean:.4f} after {seconds:.0f} s", flush=True)
+
+
+def mean(losses: list[float | None]) -> float | None:
+    """Return the mean of a round, None if a run diverged."""
+    return None if None in losses else round(float(np.mean(losses)), 5)
+
+
+def run_one(file: str, keys: list[str], experiment: Experiment, seed: int) -> None:
+    """Train a run and add [loss, seconds] to a file of results, unless it is there. A run that diverged has no loss."""
+    place = read(file)
+    for key in keys:
+        place = place.get(key, {})
+    if str(seed) in place:
+        return
+    train = dataclasses.replace(experiment.train, seed=seed)
+    directory = RUNS / "-".join([file, *keys, str(seed)]).replace(" ", "-")
+    began = time.perf_counter()
+    try:
+        jaxgpt.fit(dataclasses.replace(experiment, train=train), directory, progress=False)
+        lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+        loss = round([line["val_loss"] for line in lines if "val_loss" in line][-1], 6)
+    except Diverged:
+        loss = None
+    add(file, [*keys, str(seed)], [loss, round(time.perf_counter() - began, 1)])
+    add(file, ["processors", processor()], 1 + read(file).get("processors", {}).get(processor(), 0))
+    shutil.rmtree(directory, ignore_errors=True)
+    print(f"{file} {' '.join(keys)} seed {seed}: {loss}", flush=True)
+
+
+def run_optimizers(width: int, part: slice, text: str) -> None:
+    """Train all optimisers at a width, seed by seed, so that what is interrupted is complete for some seeds."""
+    tuned, shelf = read("sweeps"), optimizers()
+    if missing := shelf.keys() - tuned.keys():
+        raise UserError(f"{', '.join(sorted(missing))} are not tuned yet: run the sweeps first")
+    for seed, name, steps in itertools.product(SEEDS[part], shelf, STEPS):
+        point = {field.removeprefix("optim."): value for field, value in tuned[name]["winner"].items()}
+        optim = dataclasses.replace(shelf[name], **point)
+        run_one("optimizers", [str(width), name, str(steps)], experiment_of(optim, width, steps, text), seed)
+
+
+def steps_to(target: float, short: np.ndarray, long: np.ndarray) -> np.ndarray:
+    """Return the steps to a loss, by a straight line through two mean losses over the logarithm of the steps.
+
+    Args:
+        short, long: mean losses after STEPS[0] and STEPS[1] steps.
+    """
+    slope = (short - long) / np.log(STEPS[1] / STEPS[0])
+    return STEPS[1] * np.exp((long - target) / slope)
+
+
+def losses_at(width: int) -> tuple[list[int], dict[str, np.ndarray]]:
+    """Return the seeds that all optimisers have at a width, and for each optimiser its losses [2, seeds]."""
+    found = read("optimizers").get(str(width), {})
+    runs = {name: [found.get(name, {}).get(str(steps), {}) for steps in STEPS] for name in OVER}
+    seeds = [seed for seed in SEEDS if all(str(seed) in run for pair in runs.values() for run in pair)]
+    pick = lambda run: [np.nan if run[str(s)][0] is None else run[str(s)][0] for s in seeds]  # noqa: E731
+    return seeds, {name: np.array([pick(run) for run in pair], float) for name, pair in runs.items()}
+
+
+def rank(values: np.ndarray) -> np.ndarray:
+    """Return the ranks of values, equal ones with their mean rank."""
+    values = np.asarray(values)
+    return (values[:, None] > values).sum(1) + ((values[:, None] == values).sum(1) - 1) / 2
+
+
+def spearman(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the rank correlation of two arrays."""
+    return float(np.corrcoef(rank(a), rank(b))[0, 1])
+
+
+def bootstrap(width: int, draws: int = 2000) -> Iterator[dict[str, float]]:
+    """Yield the steps of each optimiser with seeds drawn with replacement. The first has the seeds as they are."""
+    seeds, losses = losses_at(width)
+    rng = np.random.default_rng(0)
+    for draw in range(draws + 1):
+        chosen = np.arange(len(seeds)) if draw == 0 else rng.integers(0, len(seeds), len(seeds))
+        means = {name: pair[:, chosen].mean(1) for name, pair in losses.items()}
+        yield {name: float(steps_to(means["adamw"][1], *pair)) for name, pair in means.items()}
+
+
+def report() -> str:
+    """Return what is known so far."""
+    lines = []
+    for width in WIDTHS:
+        seeds, losses = losses_at(width)
+        if len(seeds) < 2:
+            lines.append(f"width {width}: fewer than two seeds are complete")
+            continue
+        first, *others = bootstrap(width)
+        lines += [
+            f"width {width}, {len(seeds)} seeds",
+            "",
+            "| optimiser | loss after 100 | after 200 (sd) | steps (95%) |",
+        ]
+        lines.append("|---|---|---|---|")
+        for name in sorted(first, key=first.__getitem__):
+            low, high = np.percentile([draw[name] for draw in others], [2.5, 97.5])
+            short, long = losses[name]
+            spread = f"{long.mean():.4f} ({long.std(ddof=1):.4f})"
+            lines.append(f"| {name} | {short.mean():.4f} | {spread} | {first[name]:.0f} ({low:.0f} to {high:.0f}) |")
+        theirs = np.array([TRACK_3[name] for name in TRACK_3])
+        agreed = [spearman(np.array([draw[name] for name in TRACK_3]), theirs) for draw in (first, *others)]
+        low, high = np.percentile(agreed[1:], [2.5, 97.5])
+        lines += [
+            "",
+            f"rank correlation with track 3, {len(TRACK_3)} optimisers: {agreed[0]:.2f} ({low:.2f} to {high:.2f})",
+        ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run a block, or report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("block", choices=("sweeps", "optimizers", "report"))
+    parser.add_argument("--text", help="file of Tiny Shakespeare")
+    parser.add_argument("--width", type=int, choices=WIDTHS, default=WIDTHS[0])
+    parser.add_argument("--part", default="0/1", help="this part of how many: 0/2 and 1/2 are halves")
+    options = parser.parse_args()
+    if options.block == "report":
+        print(report())
+        return
+    if not options.text:
+        parser.error("--text is needed: a file of Tiny Shakespeare")
+    number, of = map(int, options.part.split("/"))
+    jaxgpt.configure_jax()
+    if options.block == "sweeps":
+        run_sweeps(slice(number, None, of), options.text)
+    else:
+        run_optimizers(options.width, slice(number, None, of), options.text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
