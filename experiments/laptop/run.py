@@ -12,6 +12,8 @@ Change      All runs have the text, batch and model of `base.py`. Each optimiser
             steps; where they are more than 200 they are extrapolated.
 Command     python experiments/laptop/run.py sweeps --text shakespeare.txt
             python experiments/laptop/run.py optimizers --width 88 --text shakespeare.txt     # then 176 and 352
+            python experiments/laptop/run.py ideas --text shakespeare.txt
+            python experiments/laptop/run.py null --text shakespeare.txt
             python experiments/laptop/run.py report
             --part 0/2 and --part 1/2: half of the work each, for one core each (`taskset -c 0`). All commands resume:
             what is in ../results/laptop/ is not run again. `report` says what is known so far.
@@ -19,6 +21,11 @@ Expected    Written before the first run. In the order of steps, fewest first: N
             Shampoo, cautious AdamW, schedule-free AdamW, AdamW, Adafactor, Prodigy, Lion, SGD. The rank correlation with
             the five that track 3 has is 0.6 to 0.9, since SOAP, its first, is behind Muon on the shelf. Wider models bring
             SOAP and Shampoo nearer to Muon. The first three differ by less than 5% of the steps at every width.
+            Of the ten ideas with a verdict, eight have its sign. Value embeddings and the cap of logits do not: the
+            text has 65 characters, and 200 steps make no large logits. Of the three that the two projects judge
+            differently, smear and skips are noise and the second token is worse. Of 200 null edits, "keep it if the loss
+            is lower" accepts 80 to 120 against one run of the baseline, and 3 to 9 against the best so far. `jaxgpt
+            study` with three seeds accepts 1 to 9.
 Result      see ../../docs/laptop-and-pod.md.
 Verdict     see ../../docs/laptop-and-pod.md.
 """
@@ -66,6 +73,25 @@ OVER = {
     "cautious adamw": (RATE, BETA2),
     "prodigy": ("optim.learning_rate=0.3..5", "optim.beta2=0.9..0.999"),
 }
+# Ideas: what changes in the model, or the page of the shelf that has it; the published sign, + for a lower loss at equal
+# steps and - for a higher one, None where the two projects differ; and where it was published (nanochat's log at commit
+# 92d63d4, records of modded-nanogpt's track 1 at f411b3d).
+IDEAS = {
+    "bigrams": ("ngram_embeddings", "+", "nanochat 2026-01-27; record 62"),
+    "value embeddings": ("value_embeddings", "+", "nanochat 2026-01-17; record 14"),
+    "experts": ("moe", "+", "nanochat 2026-02-19"),
+    "logits capped at 15": ({"logit_softcap": 15.0}, "+", "records 9 and 18; nanochat 2026-03-02"),
+    "DyT": ("dyt", "-", "nanochat 2026-05-05"),
+    "SwiGLU": ({"activation": "swiglu"}, "-", "nanochat 2026-02-05"),
+    "GELU": ({"activation": "gelu"}, "-", "record 5"),
+    "no norm of queries and keys": ({"qk_norm": False}, "-", "record 5"),
+    "projections not from zero": ({"residual_init": "scaled"}, "-", "record 5"),
+    "tied embeddings": ({"tie_embeddings": True}, "-", "record 8"),
+    "smear": ("smear", None, "negligible (nanochat 2026-01-16); record 34"),
+    "U-net skips": ("unet_skips", None, "slightly worse (nanochat 2026-01-16); record 11"),
+    "a second token": ("multi_token_prediction", None, "equal or slightly worse (nanochat 2026-01-12); record 53"),
+}
+NULL_EDITS, NULL_SEEDS, NULL_STEPS = 200, 3, STEPS[0]
 # Steps to 3.28, by the number of the result. Adam's is called "most likely undertuned" there, and is a single run.
 TRACK_3 = {"soap": 3125, "muon": 3250, "normuon": 3250, "shampoo": 4100, "adamw": 5625}
 RESULT_OF = {"soap": 27, "muon": 36, "normuon": 10, "shampoo": 21, "adamw": 2}
@@ -93,6 +119,17 @@ def experiment_of(optim: OptimConfig, width: int, steps: int, text: str) -> Expe
     train = dataclasses.replace(fixed.experiment.train, steps=steps)
     data = jaxgpt.DataConfig(path=text)
     return dataclasses.replace(fixed.experiment, model=fixed.model(width), optim=optim, train=train, data=data)
+
+
+def idea_of(name: str, optim: OptimConfig, text: str) -> Experiment:
+    """Return the experiment of an idea, or of "baseline"."""
+    plain = experiment_of(optim, WIDTHS[0], max(STEPS), text)
+    change = IDEAS[name][0] if name in IDEAS else {}
+    if isinstance(change, dict):
+        return dataclasses.replace(plain, model=dataclasses.replace(plain.model, **change))
+    page = load_experiment(str(HERE.parent / "zoo" / f"{change}.py"))
+    fixed = {field.name: getattr(plain.model, field.name) for field in dataclasses.fields(jaxgpt.GPTConfig)}
+    return dataclasses.replace(plain, model=dataclasses.replace(page.model, **fixed), objective=page.objective)
 
 
 def read(name: str) -> dict:
@@ -176,6 +213,27 @@ def run_optimizers(width: int, part: slice, text: str) -> None:
         run_one("optimizers", [str(width), name, str(steps)], experiment_of(optim, width, steps, text), seed)
 
 
+def tuned_muon() -> OptimConfig:
+    """Return Muon with the fields that the sweep found."""
+    point = read("sweeps")["muon"]["winner"]
+    fields = {field.removeprefix("optim."): value for field, value in point.items()}
+    return dataclasses.replace(optimizers()["muon"], **fields)
+
+
+def run_ideas(part: slice, text: str) -> None:
+    """Train the baseline and all ideas with Muon as it was tuned for the baseline, seed by seed."""
+    optim = tuned_muon()
+    for seed, name in itertools.product(SEEDS[part], ["baseline", *IDEAS]):
+        run_one("ideas", [name], idea_of(name, optim, text), seed)
+
+
+def run_null(part: slice, text: str) -> None:
+    """Train the baseline with new seeds: each edit changes the seeds and nothing else."""
+    experiment = experiment_of(tuned_muon(), WIDTHS[0], NULL_STEPS, text)
+    for seed in range((1 + NULL_EDITS) * NULL_SEEDS)[part]:
+        run_one("null", ["baseline"], experiment, seed)
+
+
 def steps_to(target: float, short: np.ndarray, long: np.ndarray) -> np.ndarray:
     """Return the steps to a loss, by a straight line through two mean losses over the logarithm of the steps.
 
@@ -249,7 +307,7 @@ def report() -> str:
 def main() -> None:
     """Run a block, or report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("block", choices=("sweeps", "optimizers", "report"))
+    parser.add_argument("block", choices=("sweeps", "optimizers", "ideas", "null", "report"))
     parser.add_argument("--text", help="file of Tiny Shakespeare")
     parser.add_argument("--width", type=int, choices=WIDTHS, default=WIDTHS[0])
     parser.add_argument("--part", default="0/1", help="this part of how many: 0/2 and 1/2 are halves")
@@ -261,10 +319,11 @@ def main() -> None:
         parser.error("--text is needed: a file of Tiny Shakespeare")
     number, of = map(int, options.part.split("/"))
     jaxgpt.configure_jax()
-    if options.block == "sweeps":
-        run_sweeps(slice(number, None, of), options.text)
+    part = slice(number, None, of)
+    if options.block == "optimizers":
+        run_optimizers(options.width, part, options.text)
     else:
-        run_optimizers(options.width, slice(number, None, of), options.text)
+        {"sweeps": run_sweeps, "ideas": run_ideas, "null": run_null}[options.block](part, options.text)
 
 
 if __name__ == "__main__":
