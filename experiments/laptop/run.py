@@ -50,6 +50,7 @@ from jaxgpt.cli.experiment_file import load_experiment, load_variants
 from jaxgpt.errors import Diverged
 from jaxgpt.files import write_whole
 from jaxgpt.runs.code import run_file
+from jaxgpt.tools.study import Comparison, compare_losses
 from jaxgpt.tools.sweep import sweep
 
 HERE = Path(__file__).resolve().parent
@@ -274,9 +275,49 @@ def bootstrap(width: int, draws: int = 2000) -> Iterator[dict[str, float]]:
         yield {name: float(steps_to(means["adamw"][1], *pair)) for name, pair in means.items()}
 
 
+def compare_ideas() -> list[Comparison]:
+    """Compare each idea with the baseline, paired by the seeds that all have. None so far: an empty list."""
+    found = read("ideas")
+    names = ["baseline", *IDEAS]
+    seeds = [str(seed) for seed in SEEDS if all(str(seed) in found.get(name, {}) for name in names)]
+    if len(seeds) < 2:
+        return []
+    rows = compare_losses({"": {name: [found[name][seed][0] for seed in seeds] for name in names}})[""][1:]
+    return [row for row in rows if row.margin is not None]  # others diverged
+
+
+def count_false() -> dict[str, int]:
+    """Count the null edits that each rule accepts. Empty until all runs are there."""
+    runs = read("null").get("baseline", {})
+    if len(runs) < (1 + NULL_EDITS) * NULL_SEEDS:
+        return {}
+    losses = [runs[str(seed)][0] for seed in range(len(runs))]
+    ours, *edits = (losses[i : i + NULL_SEEDS] for i in range(0, len(losses), NULL_SEEDS))
+    best, records = ours[0], 0
+    for edit in edits:
+        records, best = records + (edit[0] < best), min(best, edit[0])
+    tables = (compare_losses({"": {"baseline": ours, "edit": edit}})[""][1] for edit in edits)
+    return {
+        "lower than one run": sum(edit[0] < ours[0] for edit in edits),
+        "lower than the best so far": records,
+        "study, three seeds": sum(row.verdict == "better" for row in tables),
+    }
+
+
+def agreement(signs: list[bool], draws: int = 2000) -> tuple[float, float, float]:
+    """Return the share of signs that agree, and its 95% interval when ideas are drawn with replacement."""
+    drawn = np.random.default_rng(0).choice(signs, (draws, len(signs))).mean(1)
+    return float(np.mean(signs)), *map(float, np.percentile(drawn, [2.5, 97.5]))
+
+
 def report() -> str:
     """Return what is known so far."""
-    lines = []
+    tuned = read("sweeps")
+    lines = ["| optimiser | what the sweep found | loss, two seeds | seconds |", "|---|---|---|---|"]
+    for name in sorted(tuned, key=lambda name: tuned[name]["trials"][0][-1]):
+        point = ", ".join(f"{field.removeprefix('optim.')} {value:g}" for field, value in tuned[name]["winner"].items())
+        lines.append(f"| {name} | {point} | {tuned[name]['trials'][0][-1]:.4f} | {tuned[name]['seconds']:.0f} |")
+    lines.append("")
     for width in WIDTHS:
         seeds, losses = losses_at(width)
         if len(seeds) < 2:
@@ -301,6 +342,19 @@ def report() -> str:
             "",
             f"rank correlation with track 3, {len(TRACK_3)} optimisers: {agreed[0]:.2f} ({low:.2f} to {high:.2f})",
         ]
+    if found := compare_ideas():
+        lines += ["", f"ideas, {len(found[0].losses)} seeds", "", "| idea | difference | here | at scale | by |"]
+        lines.append("|---|---|---|---|---|")
+        for row in found:
+            sign, source = IDEAS[row.variant][1:]
+            lines.append(
+                f"| {row.variant} | {row.difference:+.4f} ± {row.margin:.4f} | {row.verdict} | {sign} | {source} |"
+            )
+        signs = [(row.difference < 0) == (IDEAS[row.variant][1] == "+") for row in found if IDEAS[row.variant][1]]
+        share, low, high = agreement(signs)
+        lines += ["", f"signs that agree: {sum(signs)} of {len(signs)}, {share:.2f} ({low:.2f} to {high:.2f})"]
+    for rule, count in count_false().items():
+        lines += ["", f"null edits accepted, {rule}: {count} of {NULL_EDITS}"]
     return "\n".join(lines)
 
 
