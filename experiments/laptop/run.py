@@ -282,7 +282,9 @@ def compare_ideas() -> list[Comparison]:
     seeds = [str(seed) for seed in SEEDS if all(str(seed) in found.get(name, {}) for name in names)]
     if len(seeds) < 2:
         return []
-    rows = compare_losses({"": {name: [found[name][seed][0] for seed in seeds] for name in names}})[""][1:]
+    rows = compare_losses({"": {name: [found[name][seed][0] for seed in seeds] for name in names}}, apart=np.inf)[""][
+        1:
+    ]
     return [row for row in rows if row.margin is not None]  # others diverged
 
 
@@ -296,7 +298,7 @@ def count_false() -> dict[str, int]:
     best, records = ours[0], 0
     for edit in edits:
         records, best = records + (edit[0] < best), min(best, edit[0])
-    tables = (compare_losses({"": {"baseline": ours, "edit": edit}})[""][1] for edit in edits)
+    tables = (compare_losses({"": {"baseline": ours, "edit": edit}}, apart=np.inf)[""][1] for edit in edits)
     return {
         "lower than one run": sum(edit[0] < ours[0] for edit in edits),
         "lower than the best so far": records,

@@ -1,0 +1,83 @@
+"""experiments/laptop/: what the study computes from its results, and that it runs nothing twice."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxgpt.errors import Diverged
+from tests.conftest import REPOSITORY
+from tests.helpers import script
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(REPOSITORY / "experiments/laptop")
+    module = script("laptop/run")
+    monkeypatch.setitem(__import__("sys").modules, "run", module)  # which draw.py imports
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    return module
+
+
+def write(run, name, content):
+    (run.RESULTS / f"{name}.json").write_text(json.dumps(content))
+
+
+def test_steps_to_a_loss_are_those_of_a_straight_line(run):
+    """Over the logarithm of the steps, here 2 - 0.3 log(steps), between the two lengths and beyond them."""
+    short, long = (2.0 - 0.3 * np.log(n) for n in run.STEPS)
+    for steps in (100, 150, 200, 700):
+        assert run.steps_to(2.0 - 0.3 * np.log(steps), short, long) == pytest.approx(steps)
+
+
+def test_the_rank_correlation_has_ties(run):
+    assert run.rank(np.array([3.0, 1.0, 3.0, 0.0])).tolist() == [2.5, 1.0, 2.5, 0.0]
+    assert run.spearman(np.array([1, 2, 2, 9]), np.array([10, 20, 20, 30])) == pytest.approx(1.0)
+    assert run.spearman(np.array([1, 2, 3]), np.array([3, 2, 1])) == pytest.approx(-1.0)
+
+
+def test_a_report_orders_what_all_have_and_counts_the_rest(run, tmp_path, monkeypatch):
+    """Each optimiser's losses grow by its place; the last seed is not complete."""
+    names = list(run.OVER)
+    losses = {
+        name: {str(n): {str(s): [2.0 + 0.01 * (i + s) - n / 400, 1.0] for s in range(4)} for n in run.STEPS}
+        for i, name in enumerate(names)
+    }
+    del losses["lion"]["200"]["3"]
+    write(run, "optimizers", {"88": losses})
+    runs = [2.0, 2.1, 1.9] + [1.5, 1.51, 1.52] + [1.6, 2.1, 1.9] * (run.NULL_EDITS - 1)
+    write(run, "null", {"baseline": {str(i): [loss, 1.0] for i, loss in enumerate(runs)}})
+    found = {name: {str(s): [2.0 + 0.1 * s, 1.0] for s in range(3)} for name in ("baseline", *run.IDEAS)}
+    found["DyT"] = {str(s): [2.3 + 0.1001 * s, 1.0] for s in range(3)}
+    write(run, "ideas", found)
+    seeds, by_name = run.losses_at(88)
+    assert seeds == [0, 1, 2] and by_name["sgd"].shape == (2, 3)
+    text = run.report()
+    assert "width 88, 3 seeds" in text and "width 176: fewer than two seeds" in text
+    assert [row.split(" |")[0][2:] for row in text.splitlines() if "(0.0100)" in row] == names
+    assert "| adamw | 1.7700 | 1.5200 (0.0100) | 200 (200 to 200) |" in text
+    assert "| DyT | +0.3001" in text and "lower than the best so far: 1 of 200" in text
+    draw = script("laptop/draw")
+    monkeypatch.setattr(draw, "IMAGES", tmp_path)
+    draw.main()
+    assert {path.stem for path in tmp_path.glob("*.svg")} == {"laptop-optimizers", "laptop-ideas", "laptop-null"}
+
+
+def test_what_has_run_is_not_run_again_and_what_diverged_has_no_loss(run, tmp_path, monkeypatch):
+    calls = []
+
+    def fit(experiment, directory, *, progress):
+        calls.append(experiment.train.seed)
+        if experiment.train.seed == 1:
+            raise Diverged("it did")
+        directory.mkdir(parents=True)
+        (directory / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 1, "val_loss": 2.5}\n')
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run.jaxgpt, "fit", fit)
+    experiment = run.experiment_of(run.optimizers()["adamw"], 176, 100, "text.txt")
+    for seed in (0, 1, 0, 1):
+        run.run_one("ideas", ["baseline"], experiment, seed)
+    found = run.read("ideas")
+    assert calls == [0, 1] and [found["baseline"][str(seed)][0] for seed in (0, 1)] == [2.5, None]
+    assert sum(found["processors"].values()) == 2 and not (tmp_path / "runs/laptop/ideas-baseline-0").exists()
