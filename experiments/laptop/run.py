@@ -166,7 +166,9 @@ def run_sweeps(part: slice, text: str) -> None:
         if name in read("sweeps"):
             continue
         began, directory = time.perf_counter(), RUNS / "sweeps" / name.replace(" ", "-")
-        experiment = dataclasses.replace(experiment_of(optim, WIDTHS[0], max(STEPS), text), name=f"laptop-{name.replace(' ', '-')}")
+        experiment = dataclasses.replace(
+            experiment_of(optim, WIDTHS[0], max(STEPS), text), name=f"laptop-{name.replace(' ', '-')}"
+        )
         found = sweep(over=OVER[name], trials=TRIALS, seeds=FINAL_SEEDS, run_dir=str(directory), experiment=experiment)
         trials = [[*trial.point.values(), *map(mean, trial.losses)] for trial in found.trials]
         value = {"over": OVER[name], "winner": found.trials[0].point, "trials": trials}
