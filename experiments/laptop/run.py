@@ -141,8 +141,9 @@ def read(name: str) -> dict:
 
 def add(name: str, keys: list[str], value) -> None:
     """Put a value at its place in a file of results, which other processes write as well."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{RESULTS / name}.lock"):
+    for directory in (RESULTS, RUNS):
+        directory.mkdir(parents=True, exist_ok=True)
+    with FileLock(RUNS / f"{name}.lock"):
         found = read(name)
         place = found
         for key in keys[:-1]:
