@@ -1,0 +1,145 @@
+"""The track of fewest steps: valid entries pass, each broken rule is named, and one command trains and audits an entry."""
+
+import json
+import shutil
+
+import pytest
+
+from jaxgpt.errors import UserError
+from jaxgpt.files import sha256
+from jaxgpt.tools.records import HEAD, MARK, SEEDS, format_cells, records
+from tests.conftest import REPOSITORY
+from tests.helpers import script
+
+
+def losses(mean):
+    return [{"seed": seed, "val_loss": mean + 0.01 * (seed % 3 - 1)} for seed in range(SEEDS)]
+
+
+@pytest.fixture
+def entries():
+    """A first entry and a record, by the names of their files."""
+    made = {}
+    for name, steps, mean in (("first", 250, MARK - 0.01), ("second", 200, MARK - 0.02)):
+        runs = [run | {"seconds": 9.0, "audit": {"retaken": steps, "accepted": True}} for run in losses(mean)]
+        made[name] = {"experiment": f"{name}.py", "steps": steps, "processor": "a processor", "date": "2026-11-26"}
+        made[name] |= {"runs": runs, "against": None}
+    made["second"]["against"] = {"experiment": "first.py", "losses": losses(MARK)}
+    return made
+
+
+@pytest.fixture
+def check(tmp_path):
+    def check(entries, change=str):
+        """Write entries and a table of them, and check it. change: turns the page, or a file, into another text."""
+        rows = ""
+        for name, record in entries.items():
+            (tmp_path / f"{name}.json").write_text(change(json.dumps(record)))
+            rows += f"| {' | '.join(format_cells(record, entry=name, data=f'[data]({name}.json)'))} |\n"
+        (tmp_path / "page.md").write_text(change(f"# Records\n\n{HEAD}\n|---|\n{rows}\nThe end.\n"))
+        return records(("check", str(tmp_path / "page.md")))
+
+    return check
+
+
+def test_a_first_entry_and_a_record_are_valid_and_so_is_the_real_table(check, entries, tmp_path):
+    assert str(check({})) == "There is no entry."
+    found = check(entries)
+    assert str(found) == f"{tmp_path}/page.md:5: first: valid\n{tmp_path}/page.md:6: second: valid" and found.accepted
+    real = records(("check", str(REPOSITORY / "experiments/RECORDS.md")))
+    assert real.accepted, str(real)
+
+
+FALSE = {
+    "its seeds are not 0 to 19, each once": lambda second: second["runs"].pop(),
+    "seeds [7]: not every step is audited and right": lambda second: second["runs"][7]["audit"].update(accepted=False),
+    "seeds [8]: not every step is audited and right": lambda second: second["runs"][8]["audit"].update(retaken=199),
+    "its mean loss is not below 1.88 at p < 0.001": lambda second: [
+        x.update(val_loss=1.88) for x in second["runs"][9:]
+    ],
+    "the last record has no more steps": lambda second: second.update(steps=250),
+    "against is not the last record's experiment": lambda second: second["against"].update(experiment="other.py"),
+    "against has other seeds": lambda second: second["against"]["losses"].append({"seed": 0, "val_loss": 2.0}),
+    "the last record is not worse at p < 0.001": lambda second: second["against"].update(losses=losses(MARK - 0.021)),
+}
+
+
+@pytest.mark.parametrize("fault", FALSE)
+def test_a_broken_rule_is_named(check, entries, fault):
+    FALSE[fault](entries["second"])
+    found = check(entries)
+    assert not found.accepted and fault in str(found) and "first: valid" in str(found)
+
+
+@pytest.mark.parametrize(
+    "old, new, words",
+    [
+        ('"runs": [', '"runs": [[', "first.json is damaged: Expecting"),
+        ('"runs": [', '"runs": 7, "others": [', "page.md:5: .*first.json is damaged: TypeError: 'int'"),
+        ('"steps"', '"stairs"', "first.json is damaged: KeyError: 'steps'"),
+        ('"val_loss": 1.', '"val_loss": 1e999, "x": 1.', "first.json is damaged: FloatingPointError"),
+        ("first.json", "zeroth.json", "cannot read .*zeroth.json: No such file"),
+        ("| a processor", "", "page.md:5: a row needs 9 cells"),
+        ("| steps |", "| stairs |", "page.md has no table of entries"),
+    ],
+)
+def test_a_damaged_file_or_table_is_named(check, entries, old, new, words):
+    with pytest.raises(UserError, match=words):
+        check(entries, lambda text: text.replace(old, new, 1))
+
+
+def test_a_row_that_says_other_than_its_file_is_named(check, entries):
+    found = check(
+        entries, lambda text: text.replace("| 250 | 1.8695 (", "| 249 | 1.8694 (").replace("9.0 (", "8.0 (", 1)
+    )
+    said = str(found).splitlines()[0]
+    assert not found.accepted and "first: steps is 249 in the table, 250 in its file; loss (sd) is 1.8694 (" in said
+    assert "; seconds (sd) is 8.0 (0.0) in the table, 9.0 (0.0) in its file" in said
+
+
+EXPERIMENTS = """
+import dataclasses
+from jaxgpt import Experiment, GPTConfig, OptimConfig, TrainConfig
+
+experiment = Experiment(name="a", model=GPTConfig(block_size=8, n_layer=1, n_head=2, n_embd=8), train=TrainConfig(batch_size=4))
+faster = dataclasses.replace(experiment, optim=OptimConfig(learning_rate=0.02))
+larger = dataclasses.replace(experiment, train=TrainConfig(batch_size=8))
+"""
+
+
+def test_one_command_trains_audits_and_resumes_an_entry_and_refuses_another_batch(
+    tmp_path, text_file, monkeypatch, capsys
+):
+    (tmp_path / "tiny.py").write_text(EXPERIMENTS)
+    module, audited = script("records"), []
+    monkeypatch.setattr(module, "BASE", str(tmp_path / "tiny.py"))
+    monkeypatch.setattr(module, "TEXT", sha256(text_file))
+    audit = module.audit
+    monkeypatch.setattr(module, "audit", lambda run, *, steps: audited.append(run.name) or audit(run, steps=steps))
+
+    def run(name, *options):
+        argv = [f"{tmp_path}/tiny.py:{name}", "--data.path", str(text_file), "--steps", "2", "--seeds", "3"]
+        argv += ["--out", str(tmp_path / "made/one.json"), "--runs", str(tmp_path / "runs"), *options]
+        module.main(argv)
+        return json.loads((tmp_path / "made/one.json").read_text())
+
+    found = run("faster", "--against", f"{tmp_path}/tiny.py")
+    row = capsys.readouterr().out
+    assert [run["audit"] for run in found["runs"]] == [{"retaken": 2, "accepted": True}] * 3
+    assert found["experiment"] == f"{tmp_path}/tiny.py:faster" and "made/one.json" in row
+    assert row.split(" | ")[1:-1] == format_cells(found, entry=f"`{found['experiment']}`", data="")[1:-1]
+    assert found["against"]["experiment"] == f"{tmp_path}/tiny.py"
+    pairs = zip(found["runs"], found["against"]["losses"], strict=True)
+    assert all(ours["seed"] == last["seed"] and ours["val_loss"] != last["val_loss"] for ours, last in pairs)
+
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("manifest.json")}
+    shutil.rmtree(tmp_path / "runs/one/2")
+    again = run("faster", "--against", f"{tmp_path}/tiny.py")
+    assert [run["val_loss"] for run in again["runs"]] == [run["val_loss"] for run in found["runs"]]
+    assert audited == ["0", "1", "2", "2"] and len(kept) == 6
+    assert [path.parts[-4:-2] for path in kept if path.stat().st_mtime_ns != kept[path]] == [("2", "checkpoints")]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as left:
+        run("larger")
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and "train.batch_size 4 -> 8" in said and said.count("\n") == 1
