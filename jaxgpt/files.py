@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import io
 import json
@@ -126,6 +127,22 @@ def parse_json(raw: str | bytes, where: str) -> Any:
         raise UserError(f"{where} is damaged: nested too deeply") from None
     except ValueError as e:  # invalid UTF-8, invalid JSON, or an integer of thousands of digits
         raise UserError(f"{where} is damaged: {e}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a command found: JSON for programs and a text for people."""
+
+    value: Any
+    text: str
+    accepted: bool = True  # whether nothing is wrong. Otherwise the exit status is 1
+
+    def to_json(self) -> Any:
+        """Return the JSON."""
+        return self.value
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def cache_directory() -> Path:

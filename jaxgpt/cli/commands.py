@@ -9,12 +9,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from jaxgpt.cli.console import Result, say
+from jaxgpt.cli.console import say
 from jaxgpt.cli.experiment_file import load_variants
 from jaxgpt.config import Experiment, Precision
 from jaxgpt.config.validate import LARGEST_SIZE, Count, Interval, NonNegativeInt, PositiveFloat
 from jaxgpt.errors import UserError, shell_line
-from jaxgpt.files import new_file, write_whole
+from jaxgpt.files import Result, new_file, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.runs.directory import RUNS, find_run
 
@@ -96,7 +96,6 @@ def xray(
         data: a UTF-8 text file in which to look for the top activating examples of each MLP unit. None means the run's own training text
         corpus_tokens: tokens of that text to read, spread evenly over it. 0 means none
     """
-    find_run(run)
     path = new_file(out, force=force)
     model = open_run(run, average)
     from jaxgpt.tools.xray.xray import xray
@@ -122,7 +121,6 @@ def page(
         prompt: the text to begin with. None means the run's train.sample_prompt
         out: the page to write
     """
-    find_run(run)
     path = new_file(out, force=force)
     model = open_run(run, average)
     from jaxgpt.tools.xray.live import make_page

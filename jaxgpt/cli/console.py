@@ -134,21 +134,6 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What a command found: JSON for programs and a text for people."""
-
-    value: Any
-    text: str
-
-    def to_json(self) -> Any:
-        """Return the JSON."""
-        return self.value
-
-    def __str__(self) -> str:
-        return self.text
-
-
 def print_result(found: Any, *, as_json: bool) -> None:
     """Print what a command returned, a `Result` or a dataclass with a text. End with status 1 unless it is accepted."""
     if found is None:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxgpt.cli.commands import open_run
-from jaxgpt.cli.console import Result, say
+from jaxgpt.cli.console import say
 from jaxgpt.config import MAX_NEW_TOKENS, Precision
 from jaxgpt.config.validate import Count, Size
-from jaxgpt.files import read_json
+from jaxgpt.files import Result, read_json
 from jaxgpt.runs.directory import find_run
 from jaxgpt.sample import Sampling
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import suggest
 from jaxgpt.errors import UserError
-from jaxgpt.files import is_there, read_json
+from jaxgpt.files import Result, is_there, read_json
 from jaxgpt.runs.directory import RunMetadata, is_training, read_metadata
 from jaxgpt.runs.metrics import finite_values, read_metrics
 
@@ -49,27 +49,13 @@ class Row:
     problem: str | None = None  # why a damaged run cannot be read
 
 
-@dataclasses.dataclass(frozen=True)
-class Overview:
-    """Rows of runs, in a table as wide as the terminal."""
-
-    rows: list[Row]
-
-    def to_json(self) -> list[dict[str, Any]]:
-        """Return the rows."""
-        return [dataclasses.asdict(row) for row in self.rows]
-
-    def __str__(self) -> str:
-        return format_rows(self.rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
-
-
 def runs(
     directory: str = "runs",
     *,
     sort: Literal["date", "loss", "name", "size", "speed", "tokens"] = "name",
     filter: tuple[str, ...] = (),
     say: Callable[[str], None] = lambda text: None,
-) -> Overview:
+) -> Result:
     """List all runs below a directory.
 
     Args:
@@ -83,7 +69,8 @@ def runs(
     rows = select_rows(found, filter, sort)
     if len(rows) < len(found) or not found:
         say(f"{len(rows)} of {len(found)} runs below {directory}")
-    return Overview(rows)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return Result([dataclasses.asdict(row) for row in rows], format_rows(rows, width))
 
 
 def read_rows(directory: Path) -> list[Row]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import dataclasses
 import functools
 import glob
 import gzip
@@ -37,7 +36,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from jaxgpt.config.validate import Count, Fraction, Interval
 from jaxgpt.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, fingerprint, load_tokenizer, train_bpe
 from jaxgpt.errors import UserError, first_line, reason_of, shell_line
-from jaxgpt.files import is_there, open_file, parse_json, read_json, render_json, write_whole
+from jaxgpt.files import Result, is_there, open_file, parse_json, read_json, render_json, write_whole
 
 SPLITS = ("train", "val")
 KIND = re.compile(r"(?s).*\.(?:(txt|jsonl)(?:\.(gz|zst))?|parquet)")
@@ -65,22 +64,6 @@ class Piece(NamedTuple):
     read: int  # bytes of the source read so far
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """Complete shards: their folder and index."""
-
-    place: str
-    index: dict[str, Any]
-
-    def __str__(self) -> str:
-        said = []
-        for split, name in zip(SPLITS, ("training", "validation"), strict=True):
-            shards = [shard for shard in self.index["shards"] if shard["file"].startswith(split)]
-            tokens, documents = (sum(shard[key] for shard in shards) for key in ("tokens", "documents"))
-            said.append(f"{tokens:,} {name} tokens of {documents:,} documents (shards: {len(shards):,})")
-        return f"{self.place}: {'; '.join(said)}\nnext: {shell_line('jaxgpt', 'train', '--data.path', self.place)}"
-
-
 def prepare(
     sources: tuple[str, ...],
     *,
@@ -91,7 +74,7 @@ def prepare(
     shard_tokens: Annotated[int, Interval(ge=1000, le=2**31 - 1)] = 100_000_000,
     workers: Count | None = None,
     say: Callable[[str], None] = lambda text: None,
-) -> Prepared:
+) -> Result:
     """Turn text into token shards for training.
 
     A .txt file is a document, and so is each line of .jsonl and each row. Interrupted, the same command goes on.
@@ -122,7 +105,7 @@ def prepare(
         index = read_index(place, given, names)
         if index["at"] is None:
             say(f"{place} is complete already")
-            return Prepared(str(place), index)
+            return describe(place, index)
         if learned and index["at"] == START:
             say(f"learning {tokenizer} from a sample of the text")
             chosen = train_bpe(sample_texts(list(names), column, val_fraction), int(learned[1]))
@@ -137,7 +120,18 @@ def prepare(
         if index["at"] == START:  # nothing to go on from
             delete(place, keep=())
         lock.release()
-    return Prepared(str(place), index)
+    return describe(place, index)
+
+
+def describe(place: Path, index: dict[str, Any]) -> Result:
+    """Return the folder and the index of complete shards."""
+    said = []
+    for split, name in zip(SPLITS, ("training", "validation"), strict=True):
+        shards = [shard for shard in index["shards"] if shard["file"].startswith(split)]
+        tokens, documents = (sum(shard[key] for shard in shards) for key in ("tokens", "documents"))
+        said.append(f"{tokens:,} {name} tokens of {documents:,} documents (shards: {len(shards):,})")
+    next_line = shell_line("jaxgpt", "train", "--data.path", place)
+    return Result({"place": str(place), "index": index}, f"{place}: {'; '.join(said)}\nnext: {next_line}")
 
 
 def read_index(place: Path, given: dict[str, Any], names: dict[str, int]) -> dict[str, Any]:

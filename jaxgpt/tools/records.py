@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxgpt.errors import UserError, first_line
-from jaxgpt.files import read_bytes, read_json
+from jaxgpt.files import Result, read_bytes, read_json
 from jaxgpt.statistics import paired_p_values
 
 MARK, SEEDS, LEVEL = 1.88, 20, 1e-3  # nats per token to reach, runs of an entry, and level of each test
@@ -20,28 +19,13 @@ HEAD = f"| {' | '.join(COLUMNS)} |"
 LARGEST = 2**20  # bytes of a file
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RecordsResult:
-    """Result of a check of all entries."""
-
-    faults: dict[str, list[str]]  # what is wrong with each entry, by its place and name
-    accepted: bool  # whether nothing is wrong
-
-    def __str__(self) -> str:
-        lines = [f"{entry}: {'; '.join(faults) or 'valid'}" for entry, faults in self.faults.items()]
-        return "\n".join(lines) or "There is no entry."
-
-
-def records(page: tuple[Literal["check"], str]) -> RecordsResult:
+def records(page: tuple[Literal["check"], str]) -> Result:
     """Check the records of fewest training steps.
 
     Each row of the table links the file of its runs. Exit status 1: an entry breaks a rule.
 
     Args:
         page: the word check, and the page with the table, such as experiments/RECORDS.md
-
-    Raises:
-        UserError: the page has no such table, or a file of an entry is missing or damaged.
     """
     path, faults, last = Path(page[1]), {}, None
     lines = read_bytes(path, LARGEST).decode("utf-8", "replace").splitlines()
@@ -60,7 +44,8 @@ def records(page: tuple[Literal["check"], str]) -> RecordsResult:
         except (ArithmeticError, LookupError, TypeError, ValueError) as e:
             raise UserError(f"{place}: {file} is damaged: {type(e).__name__}: {first_line(e)}") from None
         last = record
-    return RecordsResult(faults=faults, accepted=not any(faults.values()))
+    lines = [f"{entry}: {'; '.join(wrong) or 'valid'}" for entry, wrong in faults.items()]
+    return Result(faults, "\n".join(lines) or "There is no entry.", accepted=not any(faults.values()))
 
 
 def _find_faults(record: Any, cells: list[str], last: Any) -> list[str]:

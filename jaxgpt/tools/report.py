@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 from jaxgpt.config import Experiment, differences, to_dict
 from jaxgpt.config.validate import Size, check_count
 from jaxgpt.errors import UserError
-from jaxgpt.files import new_file, render_json, write_whole
+from jaxgpt.files import Result, new_file, render_json, write_whole
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import Run, load, load_run
 from jaxgpt.runs.checkpoint import open_checkpoints
@@ -33,24 +32,7 @@ CURVES = {
 OTHERS = {"step", "tokens", "mfu", "seconds", "skipped", "val_losses", *CURVES.values()}  # no metrics of an objective
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
-    """Result of `report`: what was written, and where."""
-
-    page: Path
-    summary: dict[str, Any]  # content of `summary.json`
-    html: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the summary."""
-        return self.summary
-
-    def __str__(self) -> str:
-        size = f"{len(self.html.encode()) / 1e3:,.0f} kB"
-        return f"{self.summary['experiment']}: {self.summary['verdict']}\n{self.page}: {size}; open it in a browser"
-
-
-def report(run: str | Path | None, *, out: str | None = None, force: bool = False, tokens: Size = 200) -> Report:
+def report(run: str | Path | None, *, out: str | None = None, force: bool = False, tokens: Size = 200) -> Result:
     """Summarise a run as an HTML page and JSON.
 
     The page has losses, speed, and a sample of each checkpoint.
@@ -68,7 +50,8 @@ def report(run: str | Path | None, *, out: str | None = None, force: bool = Fals
     summary, html = make_report(load(directory), tokens=tokens)
     write_whole(page, html)
     write_whole(folder / "summary.json", render_json(summary, indent=1, ensure_ascii=False) + "\n")
-    return Report(page=page, summary=summary, html=html)
+    said = f"{summary['experiment']}: {summary['verdict']}"
+    return Result(summary, f"{said}\n{page}: {len(html.encode()) / 1e3:,.0f} kB; open it in a browser")
 
 
 def make_report(run: Run, *, tokens: int = 200) -> tuple[dict[str, Any], str]:

@@ -12,12 +12,14 @@ import pytest
 
 from jaxgpt.cli import console
 from jaxgpt.errors import Preempted, UserError, shell_line
+from jaxgpt.files import Result
 from tests.conftest import REPOSITORY
 
 # A command that speaks, opens a file and has a result, as all do. Without jax: it starts in a tenth of a second.
 PROGRAM = """
 import os
-from jaxgpt.cli.console import Result, print_result, say, report_errors
+from jaxgpt.cli.console import print_result, say, report_errors
+from jaxgpt.files import Result
 with report_errors():
     say("on the way")
     with open(os.devnull) as f:
@@ -106,8 +108,8 @@ class Found:
 
 def test_a_result_is_printed_as_a_text_or_as_json_and_has_a_status(capsys):
     console.print_result(None, as_json=True)
-    console.print_result(console.Result([math.nan], "a text"), as_json=False)
-    console.print_result(console.Result([math.nan], "a text"), as_json=True)
+    console.print_result(Result([math.nan], "a text"), as_json=False)
+    console.print_result(Result([math.nan], "a text"), as_json=True)
     console.print_result(Found("it", True), as_json=False)
     with pytest.raises(SystemExit, match="1"):
         console.print_result(Found("it", False), as_json=True)

@@ -1,6 +1,5 @@
 """`jaxgpt prepare`: the same bytes from any format, with any number of workers, after kills. Bad input gets one line."""
 
-import dataclasses
 import errno
 import gzip
 import itertools
@@ -196,7 +195,7 @@ def test_a_second_call_says_that_all_is_complete_and_others_are_refused(made, kn
     before, said = shards(made), []
     found = call(known / "a.jsonl", made, known, say=said.append)
     assert said == [f"{made} is complete already"] and shards(made) == before
-    assert json.loads(json.dumps(dataclasses.asdict(found)))["index"]["shards"] and str(made) in str(found)
+    assert json.loads(json.dumps(found.to_json()))["index"]["shards"] and str(made) in str(found)
     with pytest.raises(UserError, match=r"another column \(text, now body\), shard_tokens \(5000, now 6000\): name"):
         call(known / "a.jsonl", made, known, shard_tokens=6000, column="body")
 

@@ -11,8 +11,8 @@ from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.parallel import device
 from jaxgpt.runs.directory import lock_run
-from jaxgpt.tools.overview import count_parameters, format_rows, read_rows, runs, select_rows
-from tests.helpers import run_command
+from jaxgpt.tools.overview import Row, count_parameters, format_rows, read_rows, runs, select_rows
+from tests.helpers import check_command
 from tests.tools.written_run import STEPS, write_run
 
 MODELS = [
@@ -105,8 +105,8 @@ def test_a_run_is_in_training_while_its_lock_is_held_and_has_the_verdict_of_its_
 def test_rows_are_filtered_and_sorted(place, conditions, sort, kept):
     said = []
     found = runs(str(place), sort=sort, filter=tuple(conditions), say=said.append)
-    assert list(named(found.rows, place)) == kept and said == [f"{len(kept)} of 9 runs below {place}"]
-    assert found.to_json() == [dataclasses.asdict(row) for row in found.rows]
+    rows = [Row(**values) for values in found.to_json()]
+    assert list(named(rows, place)) == kept and said == [f"{len(kept)} of 9 runs below {place}"]
     losses = [row.loss for row in select_rows(read_rows(place), [], "loss")]
     known = [loss for loss in losses if loss is not None]
     assert losses == sorted(known) + [None] * (len(losses) - len(known)) and None in losses
@@ -149,7 +149,6 @@ main(["runs", "--json"])
 assert "jax" not in sys.modules and "flax" not in sys.modules
 print(time.process_time(), file=sys.stderr)
 """
-    done = run_command("-c", code, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = check_command("-c", code, cwd=tmp_path)
     assert {row["status"] for row in json.loads(done.stdout)} == {"complete"} and len(json.loads(done.stdout)) == 200
     assert float(done.stderr) < SECONDS
