@@ -30,7 +30,7 @@ from jaxgpt.runs.directory import RunMetadata, find_run, load_run_tokenizer, rea
 from jaxgpt.runs.pretrained import restore_merged_params
 from jaxgpt.sample import Decoding, Sampling
 from jaxgpt.sample.engine import iter_text, join_texts, stream
-from jaxgpt.sample.grammar import Grammar, compile_grammar
+from jaxgpt.sample.grammar import compile_grammar
 from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.sample.score import LogLikelihood, Score, loglikelihood, score_texts
 from jaxgpt.sample.search import speculate
@@ -145,7 +145,8 @@ class Run:
         )
         key, every = jax.random.key(check_count("seed", seed, 0, 2**32 - 1)), STOP_STRINGS_EVERY if stop else None
         grammar = compile_grammar(self.tokenizer, schema=schema, regex=regex, choices=choices)
-        decoding = self._decoding(max_new_tokens, sampling, chat, cache_dtype, slots, grammar)
+        options = {"max_new_tokens": max_new_tokens, "cache_dtype": cache_dtype, "slots": slots, "grammar": grammar}
+        decoding = self._decoding(sampling, chat, **options)
         ids = self.prompt_format.encode(prompts, chat)
         if draft is None:
             batches = stream(*self.decode_params, ids, decoding, key=key, every=every)
@@ -204,7 +205,8 @@ class Run:
         )
         key = jax.random.key(check_count("seed", seed, 0, 2**32 - 1))
         grammar = compile_grammar(self.tokenizer, schema=schema, regex=regex, choices=choices)
-        decoding = self._decoding(max_new_tokens, sampling, chat, cache_dtype, slots, grammar)
+        options = {"max_new_tokens": max_new_tokens, "cache_dtype": cache_dtype, "slots": slots, "grammar": grammar}
+        decoding = self._decoding(sampling, chat, **options)
         ids = self.prompt_format.encode([prompt], chat)
         if draft is None:
             batches = stream(*self.decode_params, ids, decoding, key=key, every=every)
@@ -247,28 +249,12 @@ class Run:
         """Return the format of the run's prompts."""
         return PromptFormat(self.metadata, self.tokenizer)
 
-    def _decoding(
-        self,
-        max_new_tokens: int,
-        sampling: Sampling,
-        chat: bool,
-        cache_dtype: Precision | None,
-        slots: int | None,
-        grammar: Grammar | None,
-    ) -> Decoding:
+    def _decoding(self, sampling: Sampling, chat: bool, **options: Any) -> Decoding:
         """Return the options of decoding, with the experiment's temperature where none is given."""
         if sampling.temperature is None:
             sampling = dataclasses.replace(sampling, temperature=self.experiment.train.sample_temperature)
-        max_new_tokens = check_count("max_new_tokens", max_new_tokens)
-        return Decoding(
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            stop_tokens=self.prompt_format.stop_tokens(chat),
-            vocab_size=self.tokenizer.vocab_size,
-            cache_dtype=cache_dtype,
-            slots=slots,
-            grammar=grammar,
-        )
+        stop_tokens, vocab_size = self.prompt_format.stop_tokens(chat), self.tokenizer.vocab_size
+        return Decoding(sampling=sampling, stop_tokens=stop_tokens, vocab_size=vocab_size, **options)
 
     def _speculate(
         self, draft: Run, prompt: list[int], decoding: Decoding, key: jax.Array, every: int | None

@@ -289,11 +289,6 @@ def with_classes_of(known: Experiment, experiment: Experiment) -> Experiment:
     return dataclasses.replace(experiment, **changed)
 
 
-def is_trusted(code: Code) -> bool:
-    """Return whether this user has trained with this code on this machine, or said --trust-code."""
-    return bool(_TRUSTED) or (_trusted() / json_sha256(code.digests)).exists()
-
-
 def _trusted() -> Path:
     return cache_directory() / "trusted-code"
 
@@ -326,7 +321,7 @@ def find_class(
     if code.digests != digests:
         changed = sorted(n for n in {*code.digests, *digests} if code.digests.get(n) != digests.get(n))
         raise UserError(f"{place} is not the code that the run was trained with: restore {', '.join(changed)}")
-    if not (trusted or is_trusted(code)):
+    if not (trusted or _TRUSTED or (_trusted() / json_sha256(code.digests)).exists()):
         raise UserError(
             f"{directory} brings code of its own, {', '.join(digests)} (SHA-256 {digests[file][:12]}...), and you have not "
             f"trained with it on this machine: read it in {place}, then add --trust-code (trust_code=True) to run it"

@@ -48,11 +48,6 @@ class Score:
     characters: int  # number of characters that the counted tokens decode to
 
     @property
-    def bits_per_token(self) -> float:
-        """Return bits per counted token, nan if there are none."""
-        return self.bits / self.tokens if self.tokens else math.nan
-
-    @property
     def bits_per_character(self) -> float:
         """Return bits per counted character, nan if there are none."""
         return self.bits / self.characters if self.characters else math.nan

@@ -60,6 +60,9 @@ def render_html(names: Sequence[str], data: dict[str, Any], arrays: Arrays) -> s
     """
     style, program = read_asset("page.css"), "".join(read_asset(f"{name}.js") for name in ("page", "data", *names))
     policy = f"default-src 'none'; img-src data:; style-src '{hash_source(style)}'; script-src '{hash_source(program)}'"
+    raw = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # A script element ends at the first "</script", even within a string.
+    safe = raw.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -73,18 +76,12 @@ def render_html(names: Sequence[str], data: dict[str, Any], arrays: Arrays) -> s
 </head>
 <body>
 <noscript>This page needs JavaScript: turn it on for this file.</noscript>
-<script type="application/json" id="data">{to_script_json(data)}</script>
+<script type="application/json" id="data">{safe}</script>
 <script type="text/plain" id="arrays">{arrays.encode()}</script>
 <script>{program}</script>
 </body>
 </html>
 """
-
-
-def to_script_json(data: Any) -> str:
-    """Return JSON that is safe in a script element, which ends at the first "</script", even within a string."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def round_numbers(values: Any, digits: int = 4) -> Any:

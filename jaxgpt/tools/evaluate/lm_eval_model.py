@@ -56,8 +56,7 @@ class JaxGPT(LM):
         *,
         weights: Precision | None = None,
         batch_size: int | str | None = None,
-        device: str | None = None,
-        max_batch_size: int | None = None,
+        **ignored: Any,
     ):
         """Load a run.
 
@@ -65,8 +64,7 @@ class JaxGPT(LM):
             run: a run, or its directory. None means the newest under `runs/`.
             weights: see `Run.for_decoding`.
             batch_size: texts that are scored or generated together. None or "auto" means the batch size of training.
-            device: ignored, because the harness passes it to every model.
-            max_batch_size: ignored, because the harness passes it to every model.
+            ignored: options such as device, which the harness passes to every model.
 
         Raises:
             UserError: if there is no such run, or batch_size is not valid.
