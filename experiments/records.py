@@ -108,7 +108,8 @@ def run_entry(
             found["against"]["losses"].append({name: other[name] for name in ("seed", "val_loss")})
             line += f", and {other['val_loss']:.4f} by {found['against']['experiment']}"
         found["date"] = datetime.date.today().isoformat()
-        write_whole(out, render_json(found, indent=1) + "\n")
+        if run is not before or seed == seeds - 1:  # until then the file has all of these runs
+            write_whole(out, render_json(found, indent=1) + "\n")
         say(line)
     return found
 
