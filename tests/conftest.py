@@ -130,6 +130,8 @@ QUICK = (
     "config/test_config.py",
     *(f"test_{name}.py" for name in ("loss", "model", "optim", "train")),
 )
+# What lies outside the package has slow tests, all but those of one file.
+OUTSIDE = {"zoo": "test_table.py", "post": "test_rollouts.py"}
 MEMORY = 4 * 2**30  # bytes for each process of the tests; the largest seen took 3
 
 
@@ -140,6 +142,8 @@ def pytest_collection_modifyitems(items):
         of_core = item.path.relative_to(tests).as_posix().startswith(QUICK) and "remat" not in item.name
         if of_core and not item.get_closest_marker("slow"):
             item.add_marker("quick")
+        if OUTSIDE.get(item.path.parent.name, item.path.name) != item.path.name:
+            item.add_marker("slow")
     items.sort(key=lambda item: next((n for n, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
 
 

@@ -14,6 +14,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxgpt.config import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
 from jaxgpt.data.pipeline import Dataset
@@ -154,9 +155,29 @@ def run_command(
     )
 
 
+def check_command(*argv: str, **options) -> subprocess.CompletedProcess:
+    """`run_command`, which must succeed."""
+    done = run_command(*argv, **options)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def needs(package: str, extra: str) -> pytest.MarkDecorator:
+    """A mark for tests that are skipped without a package."""
+    reason = f'{package} is not installed: pip install "jaxgpt[{extra}]"'
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=reason)
+
+
 def script(path: str):
     """A file under experiments, as a module."""
     spec = importlib.util.spec_from_file_location(path.rsplit("/", 1)[-1], REPOSITORY / "experiments" / f"{path}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def import_pages(folder: str, *names: str) -> list:
+    """Modules of a folder of experiments, imported as Python imports the modules in a program's folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(REPOSITORY / "experiments" / folder))
+        return [importlib.import_module(name) for name in names]

@@ -1,6 +1,6 @@
 """The core by itself: it trains and samples where only jax, flax and optax can be imported."""
 
-from tests.helpers import run_command
+from tests.helpers import check_command
 
 PROGRAM = """
 import sys
@@ -56,8 +56,7 @@ PACKAGES = (
 
 
 def test_the_core_trains_and_samples_alone(tmp_path):
-    done = run_command("-c", PROGRAM.format(packages=PACKAGES), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = check_command("-c", PROGRAM.format(packages=PACKAGES), cwd=tmp_path)
     *lines, text = done.stdout.splitlines()
     steps, losses = zip(*(map(float, line.split()) for line in lines), strict=True)
     assert list(steps) == list(range(1, 61)) and losses[-1] < 0.1 < losses[0]

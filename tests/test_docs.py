@@ -20,7 +20,7 @@ import urllib.parse
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.helpers import run_command
+from tests.helpers import check_command, needs, run_command
 from tests.zygote import Zygote
 
 README = REPOSITORY / "README.md"
@@ -248,12 +248,9 @@ def test_the_site_needs_its_own_extra_only():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("myst_nb") is None, reason='Sphinx is not installed: pip install "jaxgpt[docs]"'
-)
+@needs("myst_nb", "docs")
 def test_the_site_builds_without_a_warning(tmp_path):
-    done = run_command("-m", "sphinx", "-W", "-q", str(DOCS), str(tmp_path / "site"), cwd=REPOSITORY)
-    assert done.returncode == 0, done.stderr
+    check_command("-m", "sphinx", "-W", "-q", str(DOCS), str(tmp_path / "site"), cwd=REPOSITORY)
     lesson = (tmp_path / "site" / "lessons" / "es" / "3_attention.html").read_text(encoding="utf-8")
     assert '<img alt="' in lesson, "the plots that the lesson is stored with"
     reference = "".join(page.read_text(encoding="utf-8") for page in (tmp_path / "site" / "api").glob("*.html"))

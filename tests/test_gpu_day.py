@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.helpers import run_command, script
+from tests.helpers import check_command, script
 
 BENCHMARKS = REPOSITORY / "experiments/benchmarks"
 ROW = json.dumps([{"what": "a row", "values": [3.0, 1.0, 2.0], "unit": "ms", "beside": "a | b", "ok": True}])
@@ -53,8 +53,7 @@ def test_a_part_that_hangs_or_dies_leaves_the_others(gpu, tmp_path, monkeypatch,
 @pytest.mark.slow
 def test_every_part_shrunken(tmp_path):
     options = ["--tiny", "--budget", "780", "--json", str(tmp_path / "found.json")]
-    done = run_command(str(BENCHMARKS / "gpu.py"), *options, cwd=tmp_path, deadline=840)
-    assert done.returncode == 0, done.stderr
+    done = check_command(str(BENCHMARKS / "gpu.py"), *options, cwd=tmp_path, deadline=840)
     found = json.loads((tmp_path / "found.json").read_text())
     assert [part["ended"] for part in found.values()] == [None] * 7, done.stderr
     rows = {name: {row["what"]: row for row in part["rows"]} for name, part in found.items()}

@@ -1,6 +1,5 @@
 """The notebooks for Colab and Kaggle: their TPU programs are compiled, and all else runs here with a small model."""
 
-import importlib.util
 import json
 import re
 import shlex
@@ -9,7 +8,7 @@ import string
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.helpers import run_command
+from tests.helpers import check_command, needs
 
 nbformat = pytest.importorskip("nbformat")
 
@@ -54,9 +53,7 @@ def test_a_clean_notebook(name):
 
 @pytest.mark.slow
 @every_notebook
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason='libtpu is not installed: pip install "jaxgpt[tpu]"'
-)
+@needs("libtpu", "tpu")
 def test_its_training_step_compiles_for_the_tpu(name, tmp_path):
     notebook = read(name)
     (plan,) = code_cells(notebook, "!jaxgpt plan ")
@@ -65,8 +62,7 @@ def test_its_training_step_compiles_for_the_tpu(name, tmp_path):
     (tmp_path / first.split()[1]).write_text(experiment)
     # The vocabulary of the corpus, which plan would download; both have fewer than 128 characters.
     argv = [*shlex.split(plan.source)[1:], "--model.vocab-size", "128", "--json"]
-    done = run_command("-m", "jaxgpt", *argv, cwd=tmp_path, ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-    assert done.returncode == 0, done.stderr
+    done = check_command("-m", "jaxgpt", *argv, cwd=tmp_path, ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     found = json.loads(done.stdout)
     assert found["fits"] and found["device"] == "TPU v5 lite", found
 

@@ -20,7 +20,7 @@ from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metrics import read_metrics
 from tests.conftest import REPOSITORY
 from tests.faults.kills import differences
-from tests.helpers import run_command
+from tests.helpers import check_command
 from tests.parallel.eight_devices import CURVES_EQUAL
 from tests.parallel.test_multihost import free_port
 
@@ -62,12 +62,11 @@ def place(tmp_path_factory, text_file):
     """A working directory with experiments, and a few kilobytes of tokens that `jaxgpt prepare` has made."""
     directory = tmp_path_factory.mktemp("pretraining")
     (directory / "experiments").symlink_to(REPOSITORY / "experiments")
-    prepared = run_command(
+    check_command(
         *["-m", "jaxgpt", "prepare", str(text_file), "--out", "tokens", "--tokenizer", "byte"],
         cwd=directory,
         deadline=60,
     )
-    assert prepared.returncode == 0, prepared.stderr
     return directory
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxgpt.config.presets import quickstart
 from tests.conftest import REPOSITORY
-from tests.helpers import run_command
+from tests.helpers import check_command
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 VERSION = PROJECT["version"]
@@ -48,8 +48,7 @@ def distributions(tmp_path_factory):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f'{package} is not installed: pip install "jaxgpt[test]"')
     place = tmp_path_factory.mktemp("dist")
-    done = run_command("-m", "build", "--no-isolation", "--outdir", str(place), str(REPOSITORY), cwd=place)
-    assert done.returncode == 0, done.stderr
+    check_command("-m", "build", "--no-isolation", "--outdir", str(place), str(REPOSITORY), cwd=place)
     return place / f"jaxgpt-{VERSION}-py3-none-any.whl", place / f"jaxgpt-{VERSION}.tar.gz"
 
 
@@ -71,12 +70,10 @@ def test_the_wheel_trains_and_shows_its_model_in_an_empty_directory(distribution
     installed, here = tmp_path / "installed", tmp_path / "here"
     here.mkdir()
     install = ["-m", "pip", "install", "--no-deps", "--no-index", "--no-compile", "--target", str(installed)]
-    done = run_command(*install, str(distributions[0]), cwd=here)
-    assert done.returncode == 0, done.stderr
+    check_command(*install, str(distributions[0]), cwd=here)
 
     def run(*argv):
-        done = run_command(*argv, cwd=here, PYTHONPATH=str(installed))
-        assert done.returncode == 0, done.stderr
+        done = check_command(*argv, cwd=here, PYTHONPATH=str(installed))
         return done.stdout
 
     assert run("-c", "import jaxgpt; print(jaxgpt.__file__)").startswith(str(installed))

@@ -3,7 +3,7 @@
 import shutil
 
 from tests.conftest import REPOSITORY
-from tests.helpers import run_command
+from tests.helpers import check_command
 
 SCRIPT = """
 import sys
@@ -29,5 +29,4 @@ def test_the_rest_trains_and_samples_without_its_rings(tmp_path, text_file):
     for ring in ("tools", "cli", "interventions"):
         shutil.rmtree(tmp_path / "jaxgpt" / ring)
     (tmp_path / "text.txt").write_text("The text. " + text_file.read_text() * 2)
-    done = run_command("-c", SCRIPT, str(tmp_path), cwd=tmp_path, deadline=120, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    check_command("-c", SCRIPT, str(tmp_path), cwd=tmp_path, deadline=120, PYTHONPATH=str(tmp_path))

@@ -1,7 +1,6 @@
 """What a start costs, by what does not vary with the clock: modules imported, programs compiled, bytes kept."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 
@@ -13,14 +12,13 @@ from jaxgpt.parallel import jax_setup
 from jaxgpt.parallel.jax_setup import enable_compilation_cache
 from jaxgpt.parallel.trainer import make_trainer
 from tests.conftest import keep_compiled
-from tests.helpers import run_command
+from tests.helpers import check_command, needs, run_command
 
 HEAVY = ("jax", "flax", "optax", "orbax", "grain", "matplotlib", "tokenizers", "rich", "numpy")
 
 
 def imported(code, tmp_path, *argv):
-    done = run_command("-X", "importtime", "-c", code, *argv, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = check_command("-X", "importtime", "-c", code, *argv, cwd=tmp_path)
     lines = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")]
     return {name.partition(".")[0] for name in lines} & set(HEAVY)
 
@@ -42,7 +40,7 @@ def test_the_loop_imports_what_it_needs_for_the_first_step(tmp_path):
     assert imported("import jaxgpt.fitting", tmp_path) == {"jax", "flax", "optax", "numpy", "rich"}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='no libtpu: pip install ".[tpu]"')
+@needs("libtpu", "tpu")
 def test_libtpu_without_a_tpu_is_quiet(tmp_path):
     code = "from jaxgpt.parallel.jax_setup import configure_jax; configure_jax(); import jax; jax.devices()"
     done = run_command("-c", code, cwd=tmp_path, JAX_PLATFORMS="", ALLOW_MULTIPLE_LIBTPU_LOAD="1")

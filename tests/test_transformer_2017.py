@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import itertools
 import json
 
@@ -22,14 +21,12 @@ from jaxgpt.run import load
 from jaxgpt.sample.cache import KVCache
 from jaxgpt.sample.quantize import for_decoding
 from tests.conftest import REPOSITORY
-from tests.helpers import FLOAT32_REORDERED, TINY, make_model, run_command, tiny_experiment
+from tests.helpers import FLOAT32_REORDERED, TINY, import_pages, make_model, run_command, tiny_experiment
 
 FOLDER = REPOSITORY / "experiments" / "transformer_2017"
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(FOLDER))
-    beams, encoder_decoder, pairs, train, translate = map(
-        importlib.import_module, ("beams", "encoder_decoder", "pairs", "train", "translate")
-    )
+beams, encoder_decoder, pairs, train, translate = import_pages(
+    "transformer_2017", "beams", "encoder_decoder", "pairs", "train", "translate"
+)
 
 CONFIG = encoder_decoder.EncoderDecoderConfig(
     **dataclasses.asdict(TINY)

@@ -6,7 +6,7 @@ import pytest
 
 from jaxgpt.cli.experiment_file import load_experiment, load_variants
 from jaxgpt.errors import UserError
-from tests.helpers import run_command
+from tests.helpers import check_command
 
 # Annotations that are strings, of which dataclasses ask the module in `sys.modules`; neighbours, one of them late.
 FILE = """
@@ -46,8 +46,7 @@ def write(folder, steps):
 
 def test_a_file_is_what_python_makes_of_it(tmp_path):
     file = write(tmp_path / "a", 300)
-    done = run_command(str(file), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = check_command(str(file), cwd=tmp_path)
     (tmp_path / "link.py").symlink_to(file)  # has the neighbours of what it points to
     assert repr(load_experiment(str(file))) == repr(load_experiment(str(tmp_path / "link.py"))) == done.stdout.strip()
 

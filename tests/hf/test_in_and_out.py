@@ -25,7 +25,7 @@ from jaxgpt.hf.weights import INDEX, list_tensors
 from jaxgpt.tools.convert import _hide_folders, export_hf, import_model
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from tests.conftest import TEXT
-from tests.helpers import run_command, tiny_experiment
+from tests.helpers import check_command, tiny_experiment
 from tests.hf.test_parity import PARITY, live
 
 # Trained here, and a Qwen3 to everybody else.
@@ -147,8 +147,7 @@ SAME = 1e-4  # nats: float32 sums of another library
 def test_the_harness_says_of_an_export_what_it_says_of_the_run(trained, tmp_path):
     """An empty context and the first token of a text, too, which follow the token that an export calls bos."""
     run, out = trained("char")
-    done = run_command("-c", SCRIPT, str(run.directory), str(out), TEXT[:60], cwd=tmp_path, HF_HUB_OFFLINE="1")
-    assert done.returncode == 0, done.stderr
+    done = check_command("-c", SCRIPT, str(run.directory), str(out), TEXT[:60], cwd=tmp_path, HF_HUB_OFFLINE="1")
     theirs, ours = (json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("found"))
     np.testing.assert_allclose(np.array(theirs[0]), np.array(ours[0]), rtol=0, atol=SAME)
     np.testing.assert_allclose(theirs[1], ours[1], rtol=0, atol=SAME)
@@ -230,11 +229,10 @@ def test_what_is_imported_goes_out_as_it_came_and_is_not_trained_in_place(export
 def test_the_command_line_goes_the_whole_way(exported, tmp_path):
     """Through the host's memory alone: here there is no such device."""
     _, out = exported
-    command = functools.partial(run_command, "-m", "jaxgpt", cwd=tmp_path, JAX_PLATFORMS="cuda")
+    command = functools.partial(check_command, "-m", "jaxgpt", cwd=tmp_path, JAX_PLATFORMS="cuda")
     done = command("import-hf", str(out), "--run-dir", "run")
-    assert done.returncode == 0 and "qwen3: " in done.stdout, done.stderr
+    assert "qwen3: " in done.stdout, done.stderr
     done = command("export-hf", "run", "--out", "out", "--dtype", "float16", "--json")
-    assert done.returncode == 0, done.stderr
     assert "model.safetensors" in json.loads(done.stdout)["files"]
     assert {t.kind for t in list_tensors(tmp_path / "out").values()} == {"F16"}
     done = command("export", "run", "--to", "gguf", "--out", "m.gguf", "--dtype", "bf16", "--json")

@@ -1,7 +1,6 @@
 """The TPU kernel against the plain one: its program by interpretation here, its compilation by the TPU's compiler."""
 
 import functools
-import importlib.util
 
 import chex
 import jax
@@ -11,7 +10,7 @@ import pytest
 
 from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.layers.kernels.splash import _block_sizes, computed_scores, splash_attention, why_not_splash
-from tests.helpers import FLOAT32_REORDERED, run_command
+from tests.helpers import FLOAT32_REORDERED, check_command, needs
 
 # Numbers of 8 bits, as large as 4, rounded at other places (q once scaled, weights before the division by their sum).
 BFLOAT16_ROUNDED = dict(rtol=0.02, atol=0.04)
@@ -121,7 +120,7 @@ except NotImplementedError:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed")
+@needs("libtpu", "tpu")
 def test_compiles_for_four_tpus(tmp_path):
     """GPT-2 124M's attention: two kernels on each, no communication, not half the memory of the float32 scores; with
     several documents in a row as well.
@@ -135,6 +134,5 @@ def test_compiles_for_four_tpus(tmp_path):
         "TPU_WORKER_ID": "0",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # beside another process that compiles: no TPU is opened
     }
-    done = run_command("-c", COMPILE, cwd=tmp_path, deadline=120, **environment)
-    assert done.returncode == 0, done.stderr
+    done = check_command("-c", COMPILE, cwd=tmp_path, deadline=120, **environment)
     assert done.stdout.splitlines() == ["2 False True"] * 3 + ["refused"], done.stderr

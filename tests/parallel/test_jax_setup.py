@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jaxgpt.parallel import jax_setup
-from tests.helpers import run_command
+from tests.helpers import check_command
 
 REPORT = """
 import gc, json, resource
@@ -34,8 +34,7 @@ OURS = "--xla_cpu_experimental_ynn_fusion_type=-reduce"
 
 def test_a_process_is_set_up(tmp_path):
     env = {"JAX_NUM_CPU_DEVICES": "1", "JAXGPT_CACHE": str(tmp_path / "cache"), "XLA_FLAGS": ""}
-    done = run_command("-c", REPORT, cwd=tmp_path, **env)
-    assert done.returncode == 0, done.stderr
+    done = check_command("-c", REPORT, cwd=tmp_path, **env)
     found = json.loads(done.stdout)
     assert found["collector"] == jax_setup.GC_THRESHOLD
     assert found["cache"] == str(tmp_path / "cache" / "xla") and found["devices"] == 1

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import re
 import types
@@ -22,7 +21,7 @@ from jaxgpt.lora import init_adapters
 from jaxgpt.parallel.mesh import PARAMETER_AXES, check_divisible, count_slices, make_mesh, parameter_axes, split_slices
 from jaxgpt.parallel.strategy import make_single, split_batch
 from jaxgpt.parallel.trainer import alternatives, choose_head_loss, choose_strategy
-from tests.helpers import TINY, run_command
+from tests.helpers import TINY, check_command, needs
 from tests.hf.test_families import MODELS
 from tests.test_model import ARCHITECTURES
 
@@ -119,12 +118,11 @@ def test_other_devices_are_in_blocks():
     assert split_slices(gpus, 4) == [gpus[0:2], gpus[2:4], gpus[4:6], gpus[6:8]]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='libtpu is not here: pip install ".[tpu]"')
+@needs("libtpu", "tpu")
 def test_inner_axes_stay_within_a_slice(tmp_path):
     """Each row of `data` is of one slice, the slices follow one another, and the order is that of JAX's hybrid mesh."""
     env = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    done = run_command("-c", MESHES, cwd=tmp_path, **env)
-    assert done.returncode == 0, done.stderr
+    done = check_command("-c", MESHES, cwd=tmp_path, **env)
     two, four = json.loads(done.stdout.splitlines()[-1])
     assert two == [[[0] * 8, [0] * 8, [1] * 8, [1] * 8], True]
     assert four == [[[index] * 8 for index in range(4)], True]

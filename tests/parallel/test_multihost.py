@@ -24,7 +24,7 @@ from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from tests.conftest import REPOSITORY
-from tests.helpers import run_command
+from tests.helpers import check_command, run_command
 from tests.parallel.eight_devices import CURVES_EQUAL
 
 OPTIONS = """--model.n-layer 1 --model.n-head 4 --model.n-embd 16 --model.block-size 16 --model.vocab-size 48
@@ -79,11 +79,10 @@ def curve(directory):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, text_file):
     directory = tmp_path_factory.mktemp("alone")
-    done = run_command(
+    check_command(
         *["-m", "jaxgpt", "train", "--data.path", str(text_file), *OPTIONS, "--train.steps", "20", "--run-dir", "run"],
         cwd=directory,
     )
-    assert done.returncode == 0, done.stderr
     return directory / "run"
 
 

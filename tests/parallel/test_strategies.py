@@ -7,7 +7,7 @@ import pytest
 
 from jaxgpt.parallel.mesh import GPU_OPTIONS
 from jaxgpt.parallel.multihost import checksum
-from tests.helpers import run_command
+from tests.helpers import check_command
 
 SLOW = "all_curves collectives crossings init dropout imports bad_step adapters drift resumed".split()
 
@@ -22,8 +22,7 @@ def test_on_several_devices(name, tmp_path_factory):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
     }
     command = ("-m", "tests.parallel.eight_devices", f"check_{name}")
-    done = run_command(*command, cwd=tmp_path_factory.mktemp("eight"), deadline=500, **environment)
-    assert done.returncode == 0, done.stderr
+    done = check_command(*command, cwd=tmp_path_factory.mktemp("eight"), deadline=500, **environment)
     assert "Involuntary full rematerialization" not in done.stderr  # the compiler found no way but to copy everything
 
 

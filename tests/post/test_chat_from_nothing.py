@@ -1,20 +1,16 @@
 """experiments/post/chat_from_nothing.py: a task in a chat template, and all stages in a small way."""
 
 import dataclasses
-import importlib
 import json
 
 import numpy as np
-import pytest
 
 from jaxgpt.data.conversations import encode_all
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.runs.metrics import read_metrics
-from tests.conftest import REPOSITORY
+from tests.helpers import import_pages
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(REPOSITORY / "experiments" / "post"))
-    chat, tasks = map(importlib.import_module, ("chat_from_nothing", "tasks"))
+chat, tasks = import_pages("post", "chat_from_nothing", "tasks")
 
 
 def test_a_row_of_a_task_is_the_conversation(tmp_path):

@@ -12,8 +12,9 @@ from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, GPTConfig, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
 from jaxgpt.lora import init_adapters, join_adapters, merge_adapters, with_adapters
 from jaxgpt.parallel.trainer import make_trainer
-from tests.helpers import make_model, run_command
-from tests.post.pages import distillation, dpo, grpo, preferences
+from tests.helpers import check_command, import_pages, make_model
+
+distillation, dpo, grpo, preferences = import_pages("post", "distillation", "dpo", "grpo", "preferences")
 
 SAME = 1e-6  # relative: float32 sums of a hundred terms, in another order
 PAIRS, T, LONGER = 16, 24, 40
@@ -123,8 +124,7 @@ def test_adapters_count_as_if_they_were_merged(name):
 
 def test_eight_devices_are_one(tmp_path):
     run = "from tests.post.test_invariance import compare_devices; compare_devices()"
-    done = run_command("-c", run, cwd=tmp_path, deadline=300, JAX_NUM_CPU_DEVICES="8", JAX_PLATFORMS="cpu")
-    assert done.returncode == 0, done.stderr
+    check_command("-c", run, cwd=tmp_path, deadline=300, JAX_NUM_CPU_DEVICES="8", JAX_PLATFORMS="cpu")
 
 
 def compare_devices() -> None:

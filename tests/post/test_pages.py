@@ -18,10 +18,11 @@ from jaxgpt.fitting import fit
 from jaxgpt.loss import make_loss
 from jaxgpt.runs.checks import check_model
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
-from tests.helpers import TINY, make_model, tiny_experiment
-from tests.post.pages import FOLDER, distillation, dpo, grpo, logprobs, preferences
+from tests.helpers import TINY, import_pages, make_model, tiny_experiment
 from tests.post.test_invariance import CONFIG, PACKED, T, lay_out
 
+NAMES = ("distillation", "dpo", "grpo", "logprobs", "preferences")
+distillation, dpo, grpo, logprobs, preferences = import_pages("post", *NAMES)
 ROWS = jax.random.randint(jax.random.key(0), (3, 9), 0, TINY.vocab_size)
 # A target that does not count may have any value, one outside the vocabulary too.
 MASK = jnp.ones((3, 8), bool).at[1, 3:].set(False)
@@ -91,7 +92,7 @@ def test_a_teacher_that_does_not_fit_is_refused(teacher, fields, more, said):
 def test_without_a_teacher_one_line_says_so(text_file, tmp_path, capfd):
     options = {"--objective.teacher": tmp_path / "none", "--data.path": text_file, "--run-dir": tmp_path / "run"}
     with pytest.raises(SystemExit) as end:
-        main(["train", str(FOLDER / "distillation.py"), *(str(x) for pair in options.items() for x in pair)])
+        main(["train", distillation.__file__, *(str(x) for pair in options.items() for x in pair)])
     err = capfd.readouterr().err.strip()
     assert end.value.code == 2 and "\n" not in err and "objective.teacher: " in err and not (tmp_path / "run").exists()
 

@@ -1,7 +1,6 @@
 """experiments/post: rows that the model writes itself are a function of the run alone, and scored as the step scores them."""
 
 import dataclasses
-import importlib
 import os
 import resource
 import shutil
@@ -26,13 +25,10 @@ from jaxgpt.tools.overview import format_rows, read_rows
 from jaxgpt.tools.replay import audit, replay
 from jaxgpt.tools.report import make_report
 from tests.conftest import REPOSITORY
-from tests.helpers import TINY, make_model, run_command
+from tests.helpers import TINY, check_command, import_pages, make_model, run_command
 
 POST = REPOSITORY / "experiments" / "post"
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(POST))
-    names = "tasks", "rollouts", "updates", "distillation"
-    tasks, rollouts, updates, distillation = map(importlib.import_module, names)
+tasks, rollouts, updates, distillation = import_pages("post", "tasks", "rollouts", "updates", "distillation")
 
 # A user's file, beside those of the folder. Its reward, or its callback, ends the process where KILL says.
 OWN = """
@@ -291,8 +287,7 @@ def test_thirty_rollouts_score_as_the_step_does_compile_nothing_and_leave_nothin
 def trained(lab, experiment, tmp_path_factory):
     """A run of the command line that nothing has interrupted."""
     run = tmp_path_factory.mktemp("runs") / "whole"
-    done = run_command("-m", "jaxgpt", "train", str(lab / "own.py"), "--run-dir", str(run), cwd=lab)
-    assert done.returncode == 0, done.stderr
+    check_command("-m", "jaxgpt", "train", str(lab / "own.py"), "--run-dir", str(run), cwd=lab)
     return run
 
 
@@ -301,8 +296,7 @@ def trained(lab, experiment, tmp_path_factory):
 def test_a_killed_run_goes_on_with_the_same_bits(where, lab, trained, tmp_path):
     command = ["-m", "jaxgpt", "train", str(lab / "own.py"), "--run-dir", str(tmp_path / "r")]
     assert run_command(*command, cwd=lab, KILL=where).returncode == -9
-    done = run_command(*command, cwd=lab)
-    assert done.returncode == 0, done.stderr
+    check_command(*command, cwd=lab)
     assert lines_of(tmp_path / "r") == lines_of(trained)
     (both, whole) = (jaxgpt.load(run, which="last", setup=False, trust_code=True) for run in (tmp_path / "r", trained))
     jax.tree.map(np.testing.assert_array_equal, both.params, whole.params)
@@ -420,14 +414,11 @@ assert jax.device_count() == 2 and found[0] == found[1] == found[2], found
 @pytest.mark.slow
 def test_two_devices_draw_the_completions_of_one(lab):
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
-    done = run_command("-c", DEVICES, cwd=lab, XLA_FLAGS=flags)
-    assert done.returncode == 0, done.stderr
+    check_command("-c", DEVICES, cwd=lab, XLA_FLAGS=flags)
 
 
 def test_a_reward_that_pays_for_length_prefers_a_longer_answer():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(POST))
-        page = importlib.import_module("length_hacking")
+    (page,) = import_pages("post", "length_hacking")
     reward = page.experiment.data.reward
     assert reward("27+85=", "112000") > reward("27+85=", "112") > reward("27+85=", "111111")
     assert page.exact.data.reward("27+85=", "112000") == 0.0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.batch import Batch
-from tests.post.pages import distillation, dpo, grpo
+from tests.helpers import import_pages
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # a warning would be an error here
 torch = pytest.importorskip("torch")
@@ -22,6 +22,7 @@ from trl.experimental.gkd import GKDTrainer  # noqa: E402
 from trl.experimental.server_distillation import server_distillation_trainer as sparse  # noqa: E402
 from trl.trainer.utils import nanstd, selective_log_softmax_and_entropy  # noqa: E402
 
+distillation, dpo, grpo = import_pages("post", "distillation", "dpo", "grpo")
 SAME = 1e-5  # relative: sums of float32 in another order
 V, PROMPT, SIZES = 11, 3, (5, 2, 4, 1)  # tokens of each completion
 N, C = len(SIZES), max(SIZES)

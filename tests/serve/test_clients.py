@@ -21,7 +21,7 @@ import pytest
 
 from jaxgpt.hf.source import tokenizer_config, tokenizer_json
 from jaxgpt.run import load
-from tests.helpers import run_command
+from tests.helpers import check_command, run_command
 from tests.serve.live import MODEL, serve, tiny_run
 from tests.tools.evaluate.test_lm_eval_model import LINES, TASK, TASKS
 
@@ -63,8 +63,7 @@ def run_openai(server, code, **given) -> dict:
     pytest.importorskip("openai", reason="the client: pip install '.[test]'")
     code = f"{OPENAI}{code}\nprint(json.dumps(found))"
     options = {"OPENAI_API_KEY": "any", "NO_PROXY": "*"}
-    done = run_command("-c", code, server.url, json.dumps(given), cwd=server.run.parent, **options)
-    assert done.returncode == 0, done.stderr
+    done = check_command("-c", code, server.url, json.dumps(given), cwd=server.run.parent, **options)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -179,8 +178,7 @@ def test_lm_eval_has_the_figures_of_the_adapter(server, tmp_path):
     models += [("local-chat-completions", f"model={MODEL},base_url={server.url}/v1/chat/completions")]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "*"}
     given = {"directory": str(tmp_path), "models": models, "tasks": list(TASKS)}
-    done = run_command("-c", HARNESS, json.dumps(given), cwd=tmp_path, **offline)
-    assert done.returncode == 0, done.stderr
+    done = check_command("-c", HARNESS, json.dumps(given), cwd=tmp_path, **offline)
     ours, *others, chat = json.loads(done.stdout.splitlines()[-1])
     for theirs, exact in zip(others, (list(TASKS), ["choice"]), strict=True):
         pairs = zip(itertools.chain(*ours["resps"]["choice"]), itertools.chain(*theirs["resps"]["choice"]), strict=True)
@@ -251,8 +249,7 @@ def given(server) -> str:
 )
 def test_each_client_gets_what_it_asks_for(server, given, tmp_path, program, packages):
     argv = [str(PROGRAMS / "run.py"), program, f"{server.url}/v1", given]
-    done = run_command(*argv, cwd=tmp_path, python=environment(packages), **options(tmp_path))
-    assert done.returncode == 0, done.stderr
+    done = check_command(*argv, cwd=tmp_path, python=environment(packages), **options(tmp_path))
     found = json.loads(done.stdout.splitlines()[-1])
     failed = {name: raised for name, raised in found.items() if raised}
     assert found and not failed, "\n".join(f"{name}: {raised}" for name, raised in failed.items())

@@ -4,10 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.conftest import REPOSITORY
 from tests.helpers import FLOAT32_REORDERED
-
-ZOO = REPOSITORY / "experiments" / "zoo"
 
 
 def check_decoding(module, *, width, columns=16, tolerance=FLOAT32_REORDERED):

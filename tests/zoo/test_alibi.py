@@ -1,7 +1,6 @@
 """experiments/zoo/alibi.py: the bias as it is defined, causality, cached decoding, options."""
 
 import dataclasses
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +9,10 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.layers.block import Compute
-from tests.helpers import FLOAT32_REORDERED, TINY
-from tests.zoo.decoding import ZOO, check_causal, check_decoding
+from tests.helpers import FLOAT32_REORDERED, TINY, import_pages
+from tests.zoo.decoding import check_causal, check_decoding
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ZOO))
-    alibi = importlib.import_module("alibi")
+(alibi,) = import_pages("zoo", "alibi")
 
 CONFIG = alibi.ALiBiConfig(
     **dataclasses.asdict(TINY) | dict(position="none", n_embd=24, n_head=4, n_kv_head=2, qk_norm=True, block_size=16)

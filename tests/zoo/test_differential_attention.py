@@ -1,7 +1,6 @@
 """experiments/zoo/differential_attention.py: against transformers' DiffLlama, and loops; causality, cached decoding."""
 
 import dataclasses
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +9,10 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.layers.block import Compute
-from tests.helpers import TINY
-from tests.zoo.decoding import ZOO, check_causal, check_decoding
+from tests.helpers import TINY, import_pages
+from tests.zoo.decoding import check_causal, check_decoding
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ZOO))
-    page = importlib.import_module("differential_attention")
+(page,) = import_pages("zoo", "differential_attention")
 
 CONFIG = page.DifferentialConfig(
     **dataclasses.asdict(TINY) | dict(position="rope", norm="rmsnorm", bias=False, n_embd=24, n_head=4)

@@ -1,7 +1,6 @@
 """experiments/zoo/dyt.py: the function, where it stands, and what it starts as."""
 
 import dataclasses
-import importlib
 import math
 
 import jax
@@ -12,12 +11,9 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.optim import label_parameters
-from tests.conftest import REPOSITORY
-from tests.helpers import FLOAT32_REORDERED, TINY
+from tests.helpers import FLOAT32_REORDERED, TINY, import_pages
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(REPOSITORY / "experiments" / "zoo"))
-    page = importlib.import_module("dyt")
+(page,) = import_pages("zoo", "dyt")
 
 CONFIG = page.DyTConfig(**dataclasses.asdict(TINY) | dict(first_alpha=0.7, scan_layers=True))
 

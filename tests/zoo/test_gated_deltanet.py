@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +10,10 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.optim import label_parameters
-from tests.conftest import REPOSITORY
-from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model
+from tests.helpers import FLOAT32_REORDERED, TINY, apply, import_pages, make_model
 from tests.zoo.token_mixing import check_decoding
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(REPOSITORY / "experiments" / "zoo"))
-    page = importlib.import_module("gated_deltanet")
+(page,) = import_pages("zoo", "gated_deltanet")
 
 CONFIG = page.GatedDeltaNetConfig(
     **dataclasses.asdict(TINY)

@@ -11,11 +11,9 @@ import pytest
 
 import jaxgpt
 from jaxgpt.errors import UserError
-from tests.zoo.decoding import ZOO
+from tests.helpers import import_pages
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ZOO))
-    import_hf, qwen3_moe, deepseek = map(importlib.import_module, ("import_hf", "qwen3_moe", "deepseek"))
+import_hf, qwen3_moe, deepseek = import_pages("zoo", "import_hf", "qwen3_moe", "deepseek")
 
 # Sizes that all differ, so that a swapped axis cannot pass.
 SIZES = {"vocab_size": 51, "hidden_size": 16, "intermediate_size": 22, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -1,7 +1,6 @@
 """The layers of experiments/zoo in jaxgpt's own programs: scanned, recomputed, packed, and sampled by the engine."""
 
 import dataclasses
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +11,10 @@ import jaxgpt
 from jaxgpt import plain_generate
 from jaxgpt.batch import Batch
 from jaxgpt.loss import make_loss
-from tests.helpers import FLOAT32_REORDERED, make_model, stack_layers
-from tests.zoo.decoding import ZOO
+from tests.helpers import FLOAT32_REORDERED, import_pages, make_model, stack_layers
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ZOO))
-    PAGES = {name: importlib.import_module(name) for name in ("alibi", "moe", "mla", "differential_attention")}
+NAMES = ("alibi", "moe", "mla", "differential_attention")
+PAGES = dict(zip(NAMES, import_pages("zoo", *NAMES), strict=True))
 
 
 def small(name):

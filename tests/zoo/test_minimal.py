@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.helpers import run_command
+from tests.helpers import check_command
 
 PAGE = REPOSITORY / "experiments" / "minimal.py"
 DEADLINE = 120.0  # seconds for one run, which takes about ten
@@ -13,10 +13,9 @@ DEADLINE = 120.0  # seconds for one run, which takes about ten
 
 def losses(tmp_path, *argv, devices=1):
     flags = f"--xla_force_host_platform_device_count={devices}"
-    done = run_command(
+    done = check_command(
         "-W", "error", str(PAGE), *argv, cwd=tmp_path, deadline=DEADLINE, XLA_FLAGS=flags, JAX_PLATFORMS="cpu"
     )
-    assert done.returncode == 0, done.stderr
     head, *lines = done.stdout.splitlines()
     assert f"devices: {devices}" in head
     found = [float(match[1]) for line in lines if (match := re.match(r"step \d+  loss (\S+)", line))]

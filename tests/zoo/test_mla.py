@@ -1,7 +1,6 @@
 """experiments/zoo/mla.py: against the paper's equations, causality, decoding with absorbed products, the cache's size."""
 
 import dataclasses
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +9,10 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.layers.block import Compute
-from tests.helpers import TINY
-from tests.zoo.decoding import ZOO, check_causal, check_decoding
+from tests.helpers import TINY, import_pages
+from tests.zoo.decoding import check_causal, check_decoding
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ZOO))
-    mla = importlib.import_module("mla")
+(mla,) = import_pages("zoo", "mla")
 
 CONFIG = mla.MLAConfig(
     **dataclasses.asdict(TINY) | dict(position="rope", norm="rmsnorm", bias=False, n_embd=24, n_head=3, head_dim=6),

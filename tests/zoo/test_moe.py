@@ -1,7 +1,6 @@
 """experiments/zoo/moe.py: against a loop over tokens, both grouped products and their gradients, what it sows."""
 
 import dataclasses
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +9,9 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.layers.block import Compute
-from tests.helpers import FLOAT32_REORDERED, TINY
-from tests.zoo.decoding import ZOO
+from tests.helpers import FLOAT32_REORDERED, TINY, import_pages
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ZOO))
-    moe = importlib.import_module("moe")
+(moe,) = import_pages("zoo", "moe")
 
 CONFIG = moe.MoEConfig(**dataclasses.asdict(TINY) | dict(bias=False, activation="swiglu"), n_expert=5, expert_dim=12)
 INPUT = jax.random.normal(jax.random.key(0), (3, 7, 8))

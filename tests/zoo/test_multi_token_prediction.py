@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +14,9 @@ from jaxgpt.errors import UserError
 from jaxgpt.head_loss import chunked_next_token_loss
 from jaxgpt.optim import label_parameters
 from jaxgpt.sample.cache import can_cache
-from tests.conftest import REPOSITORY
-from tests.helpers import FLOAT32_REORDERED, TINY, make_model
+from tests.helpers import FLOAT32_REORDERED, TINY, import_pages, make_model
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(REPOSITORY / "experiments" / "zoo"))
-    page = importlib.import_module("multi_token_prediction")
+(page,) = import_pages("zoo", "multi_token_prediction")
 
 CONFIG = page.FutureConfig(**dataclasses.asdict(TINY) | dict(n_layer=1, n_future=2, norm="rmsnorm"))
 PLAIN = GPTConfig(**dataclasses.asdict(TINY) | dict(n_layer=1, norm="rmsnorm"))

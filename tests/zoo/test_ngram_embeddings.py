@@ -1,22 +1,17 @@
 """experiments/zoo/ngram_embeddings.py: rows of n-grams, exact and hashed; documents; cached decoding."""
 
 import dataclasses
-import importlib
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxgpt.sample.cache import can_cache
-from tests.conftest import REPOSITORY
-from tests.helpers import FLOAT32_REORDERED, TINY, make_model
+from tests.helpers import FLOAT32_REORDERED, TINY, import_pages, make_model
 from tests.zoo.token_mixing import check_decoding, find_reach
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(REPOSITORY / "experiments" / "zoo"))
-    page = importlib.import_module("ngram_embeddings")
+(page,) = import_pages("zoo", "ngram_embeddings")
 
 V = TINY.vocab_size
 CONFIG = page.NGramConfig(**dataclasses.asdict(TINY) | dict(n_layer=1, max_order=3, most_rows=V**2))

@@ -1,7 +1,6 @@
 """experiments/zoo, objectives: the terms against NumPy, what is validated, and what cannot be."""
 
 import dataclasses
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +14,9 @@ from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
 from jaxgpt.layers.mlp import MLP
 from jaxgpt.loss import make_loss
-from tests.conftest import REPOSITORY
-from tests.helpers import FLOAT32_REORDERED, TINY, make_model, tiny_experiment
+from tests.helpers import FLOAT32_REORDERED, TINY, import_pages, make_model, tiny_experiment
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(REPOSITORY / "experiments" / "zoo"))
-    label_smoothing, z_loss = map(importlib.import_module, ("label_smoothing", "z_loss"))
+label_smoothing, z_loss = import_pages("zoo", "label_smoothing", "z_loss")
 
 ROWS = jax.random.randint(jax.random.key(0), (3, 9), 0, TINY.vocab_size)
 # A target that does not count may have any value, one outside the vocabulary too.

@@ -1,7 +1,6 @@
 """experiments/zoo, optimisers: three steps of each against NumPy, written from the papers; labels; what is evaluated."""
 
 import dataclasses
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +15,11 @@ from jaxgpt.fitting import fit
 from jaxgpt.optim import by_rank, make_optimizer
 from jaxgpt.run import load
 from jaxgpt.train import init_and_dropout_keys
-from tests.conftest import REPOSITORY
-from tests.helpers import tiny_experiment
+from tests.helpers import import_pages, tiny_experiment
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(REPOSITORY / "experiments" / "zoo"))
-    cautious, ema_tail, lion, normuon, polar, schedule_free, soap = map(
-        importlib.import_module,
-        ("cautious_weight_decay", "ema_tail", "lion", "normuon", "polar_express", "schedule_free", "soap"),
-    )
+cautious, ema_tail, lion, normuon, polar, schedule_free, soap = import_pages(
+    "zoo", "cautious_weight_decay", "ema_tail", "lion", "normuon", "polar_express", "schedule_free", "soap"
+)
 
 MODEL = GPTConfig()
 # float32 against float64, through a few square roots and products.

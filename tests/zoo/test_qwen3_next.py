@@ -1,7 +1,6 @@
 """experiments/zoo/qwen3_next.py: the logits of transformers' model with random weights, cached decoding, refusals."""
 
 import dataclasses
-import importlib
 import json
 
 import jax.numpy as jnp
@@ -10,12 +9,9 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.sample.cache import can_cache
-from tests.conftest import REPOSITORY
-from tests.helpers import apply, make_model
+from tests.helpers import apply, import_pages, make_model
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(REPOSITORY / "experiments" / "zoo"))
-    page = importlib.import_module("qwen3_next")
+(page,) = import_pages("zoo", "qwen3_next")
 
 SIZES = {
     **dict(vocab_size=37, hidden_size=24, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2),

@@ -1,21 +1,16 @@
 """experiments/zoo/smear.py: shares of the previous token, within its document; cached decoding."""
 
 import dataclasses
-import importlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxgpt.sample.cache import can_cache
-from tests.conftest import REPOSITORY
-from tests.helpers import FLOAT32_REORDERED, TINY, make_model
+from tests.helpers import FLOAT32_REORDERED, TINY, import_pages, make_model
 from tests.zoo.token_mixing import check_decoding, find_reach
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(REPOSITORY / "experiments" / "zoo"))
-    page = importlib.import_module("smear")
+(page,) = import_pages("zoo", "smear")
 
 CONFIG = page.SmearConfig(**dataclasses.asdict(TINY) | dict(n_layer=1, gate_width=3, norm="rmsnorm"))
 

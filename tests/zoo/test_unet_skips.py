@@ -1,7 +1,6 @@
 """experiments/zoo/unet_skips.py: which output is added where."""
 
 import dataclasses
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +9,9 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.sample.cache import can_cache
-from tests.conftest import REPOSITORY
-from tests.helpers import FLOAT32_REORDERED, TINY, make_model
+from tests.helpers import FLOAT32_REORDERED, TINY, import_pages, make_model
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(REPOSITORY / "experiments" / "zoo"))
-    page = importlib.import_module("unet_skips")
+(page,) = import_pages("zoo", "unet_skips")
 
 CONFIG = page.UNetConfig(**dataclasses.asdict(TINY) | dict(n_layer=5, norm="rmsnorm"))
 

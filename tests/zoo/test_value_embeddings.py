@@ -1,7 +1,6 @@
 """experiments/zoo/value_embeddings.py: which layers have tables, what they add, remat; cached decoding."""
 
 import dataclasses
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +11,10 @@ from jaxgpt.errors import UserError
 from jaxgpt.layers import Attention
 from jaxgpt.optim import label_parameters
 from jaxgpt.sample.cache import can_cache
-from tests.conftest import REPOSITORY
-from tests.helpers import FLOAT32_REORDERED, TINY, make_model
+from tests.helpers import FLOAT32_REORDERED, TINY, import_pages, make_model
 from tests.zoo.token_mixing import find_reach
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(REPOSITORY / "experiments" / "zoo"))
-    page = importlib.import_module("value_embeddings")
+(page,) = import_pages("zoo", "value_embeddings")
 
 CONFIG = page.ValueConfig(
     **dataclasses.asdict(TINY) | dict(n_layer=3, n_head=4, n_kv_head=2, gate_width=3, position="rope", norm="rmsnorm")

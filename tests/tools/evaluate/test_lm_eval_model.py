@@ -1,6 +1,5 @@
 """lm-evaluation-harness itself, on tasks that are made here, compared with the run on the same continuations."""
 
-import importlib.util
 import json
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 
 from jaxgpt.sample.score import pair_ids
 from tests.conftest import REPOSITORY
-from tests.helpers import run_command
+from tests.helpers import check_command, needs, run_command
 
 SAME = 1e-4  # nats: float32 sums of other batches
 
@@ -73,9 +72,7 @@ main()
 pytestmark = pytest.mark.slow  # half a minute to import, a minute in all
 
 
-needs_lm_eval = pytest.mark.skipif(
-    importlib.util.find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed: jaxgpt[eval]"
-)
+needs_lm_eval = needs("lm_eval", "eval")
 
 
 def write_tasks(directory):
@@ -89,8 +86,7 @@ def write_tasks(directory):
 def test_the_harness_gets_what_the_run_says_of_the_same_texts(run, tmp_path):
     write_tasks(tmp_path)
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-    done = run_command("-c", SCRIPT, str(run.directory), str(tmp_path), *TASKS, cwd=tmp_path, **offline)
-    assert done.returncode == 0, done.stderr
+    done = check_command("-c", SCRIPT, str(run.directory), str(tmp_path), *TASKS, cwd=tmp_path, **offline)
     assert "\njaxgpt (" in done.stdout and "|acc_norm|" in done.stdout  # what its command line shows
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"results"')))
     results = found["results"]
@@ -160,8 +156,7 @@ def test_tasks_are_scored_by_the_command_and_while_a_run_trains(run, tmp_path):
     write_tasks(tmp_path)
     page = (REPOSITORY / "docs" / "evaluation.md").read_text(encoding="utf-8")
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-    done = run_command("-c", COMMAND, str(run.directory), str(tmp_path), page, cwd=tmp_path, **offline)
-    assert done.returncode == 0, done.stderr
+    done = check_command("-c", COMMAND, str(run.directory), str(tmp_path), page, cwd=tmp_path, **offline)
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     scores = {(row["task"], row["shots"]): row["value"] for row in found["tasks"] if row["metric"] != "acc"}
     assert list(scores) == [("choice", 0), ("choice", 2), ("written", 0)]

@@ -11,7 +11,7 @@ import pytest
 from jaxgpt.config.presets import gpt2
 from jaxgpt.parallel.device import PEAKS, attention_flops
 from tests.conftest import REPOSITORY
-from tests.helpers import run_command
+from tests.helpers import check_command
 
 pytestmark = [
     pytest.mark.slow,
@@ -60,8 +60,7 @@ def found(tmp_path_factory):
     # As `jaxgpt plan` sets them. The tests hold no TPU, so that they need not wait for one another to let go of libtpu.
     env = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     directory = tmp_path_factory.mktemp("plans")
-    done = run_command("-c", COMPILE, str(REPOSITORY / "experiments"), cwd=directory, deadline=600, **env)
-    assert done.returncode == 0, done.stderr
+    done = check_command("-c", COMPILE, str(REPOSITORY / "experiments"), cwd=directory, deadline=600, **env)
     assert done.stderr == ""  # no warning of a GPU or of CUDA that is not there
     return json.loads(done.stdout)
 

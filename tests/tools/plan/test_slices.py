@@ -1,17 +1,13 @@
 """TPU slices without a TPU: the real compiler, the real training step. Minutes, so by `python -m pytest -m slow`."""
 
-import importlib.util
 import json
 
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.helpers import run_command
+from tests.helpers import check_command, needs
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='libtpu is not here: pip install ".[tpu]"'),
-]
+pytestmark = [pytest.mark.slow, needs("libtpu", "tpu")]
 
 
 def test_programs_of_absent_devices_are_not_kept(tmp_path, text_file):
@@ -20,8 +16,7 @@ def test_programs_of_absent_devices_are_not_kept(tmp_path, text_file):
     command = ("-m", "jaxgpt", "plan", *shape, "--data.path", str(text_file), "--topology", "v5e:1x1")
     kept = tmp_path / "kept"
     env = {"JAX_COMPILATION_CACHE_DIR": str(kept), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    done = run_command(*command, cwd=tmp_path, ALLOW_MULTIPLE_LIBTPU_LOAD="1", **env)
-    assert done.returncode == 0, done.stderr
+    check_command(*command, cwd=tmp_path, ALLOW_MULTIPLE_LIBTPU_LOAD="1", **env)
     assert not kept.exists() or [path for path in kept.rglob("*-cache")] == []
 
 
@@ -31,8 +26,7 @@ def test_only_gradients_cross_between_slices(tmp_path):
     mesh = ("--parallel.strategy", "mesh", "--parallel.fsdp", "16", "--parallel.slices", "2", "--model.n-layer", "4")
     mesh += ("--model.scan-layers",)
     command = ("-m", "jaxgpt", "plan", f"{REPOSITORY}/experiments/gpt2_124m.py", "--topology", "2xv5e:4x4", "--json")
-    done = run_command(*command, *mesh, cwd=tmp_path, deadline=900, ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-    assert done.returncode == 0, done.stderr
+    done = check_command(*command, *mesh, cwd=tmp_path, deadline=900, ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     found = json.loads(done.stdout)
     assert found["devices"] == 32
     assert found["strategy"] == "mesh of data=2 x fsdp=16 x tensor=1 over 2 slices"
@@ -49,8 +43,7 @@ def test_it_fits_and_could_be_fast(tmp_path):
     command = ("-m", "jaxgpt", "plan", f"{REPOSITORY}/experiments/gpt2_124m.py", "--topology", "v5e:2x4")
     # libtpu lets in one process at a time; here none of them has a TPU.
     how = {"cwd": tmp_path, "deadline": 900, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    done = run_command(*command, "--model.scan-layers", "--json", **how)
-    assert done.returncode == 0, done.stderr
+    done = check_command(*command, "--model.scan-layers", "--json", **how)
     found = json.loads(done.stdout)
     assert found["fits"] and found["strategy"] == "pmap over 8 devices" and found["mfu"] >= 0.5
     # Each device holds the whole state: 12 bytes a parameter.
@@ -62,8 +55,7 @@ def test_a_kernel_of_pallas_runs_once_for_each_direction(tmp_path):
     """Attention forward and backward in each layer, although remat recomputes; three of the loss, on a v6e."""
     layers = ("--model.n-layer", "1", "--train.batch-size", "12")
     command = ("-m", "jaxgpt", "plan", f"{REPOSITORY}/experiments/gpt2_124m.py", "--topology", "v6e:1x1", *layers)
-    done = run_command(*command, "--json", cwd=tmp_path, deadline=900, ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-    assert done.returncode == 0, done.stderr
+    done = check_command(*command, "--json", cwd=tmp_path, deadline=900, ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     found = json.loads(done.stdout)
     assert found["remat"] == "dots" and found["accumulation"] == 1
     assert found["kernels"] == {"Pallas": 2 + 3}

@@ -1,6 +1,5 @@
 """TPU slices without a TPU. libtpu is loaded in a process of its own, since it stays for the life of one."""
 
-import importlib.util
 import json
 
 import jax
@@ -9,11 +8,9 @@ import pytest
 from jaxgpt.errors import UserError
 from jaxgpt.tools.plan import topology
 from jaxgpt.tools.plan.topology import parse_slice, tpu_devices
-from tests.helpers import run_command
+from tests.helpers import check_command, needs
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason='libtpu is not installed: pip install "jaxgpt[tpu]"'
-)
+needs_libtpu = needs("libtpu", "tpu")
 
 DESCRIBE = """
 import json, sys, jax
@@ -37,8 +34,7 @@ SLICES = [
 def test_slices(tmp_path):
     # The tests hold no TPU, so that they need not wait for one another to let go of libtpu.
     env = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    result = run_command("-c", DESCRIBE, *(name for name, *_ in SLICES), cwd=tmp_path, **env)
-    assert result.returncode == 0, result.stderr
+    result = check_command("-c", DESCRIBE, *(name for name, *_ in SLICES), cwd=tmp_path, **env)
     assert [json.loads(line) for line in result.stdout.splitlines()] == [*SLICES, ["cpu", 3.0]]
 
 
