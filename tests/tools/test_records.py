@@ -120,7 +120,7 @@ def test_one_command_runs_and_resumes_an_entry_and_refuses_another_batch(tmp_pat
     assert found["experiment"] == f"{tmp_path}/tiny.py:faster" and "made/one.json" in row
     assert row.split(" | ")[1:-1] == format_cells(found, entry=f"`{found['experiment']}`", data="")[1:-1]
     assert found["against"]["experiment"] == f"{tmp_path}/tiny.py"
-    assert [run["seed"] for run in found["against"]["losses"]] == [0, 1, 2]
+    assert len({run["val_loss"] for run in found["runs"] + found["against"]["losses"]}) == 6
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("manifest.json")}
     shutil.rmtree(tmp_path / "runs/one/2")
     again = run("faster", "--against", f"{tmp_path}/tiny.py")
@@ -131,4 +131,4 @@ def test_one_command_runs_and_resumes_an_entry_and_refuses_another_batch(tmp_pat
     with pytest.raises(SystemExit) as left:
         run("larger")
     said = capsys.readouterr().err
-    assert left.value.code == 2 and "train.batch_size 4 -> 8" in said and said.count("\n") == 1
+    assert left.value.code == 2 and said.count("\n") == 1 and "/tiny.py: train.batch_size 4 -> 8. Only its" in said
