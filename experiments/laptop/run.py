@@ -8,8 +8,9 @@ Change      All runs have the text, batch and model of `base.py`. Each optimiser
             its learning rate and one other field, see OVER, at width 88: nine of 66 steps, and the best three with 200
             steps and two new seeds. The winner's fields hold at all widths, by muP. Then each optimiser is trained to
             100 and to 200 steps, each with a complete schedule, with seeds 0 to 19. The target of a width is AdamW's
-            mean loss after 200 steps. Steps to it are a straight line through the two losses over the logarithm of the
-            steps; where they are more than 200 they are extrapolated.
+            mean loss after 200 steps. Steps to it are a straight line between two losses over the logarithm of the steps;
+            where they are more than 200 they are extrapolated. Added after the first two seeds: Muon and its two
+            relatives are also trained to 50 steps, since after 100 they are below the target.
 Command     python experiments/laptop/run.py sweeps --text shakespeare.txt
             python experiments/laptop/run.py optimizers --width 88 --text shakespeare.txt     # then 176 and 352
             python experiments/laptop/run.py ideas --text shakespeare.txt
@@ -56,6 +57,7 @@ from jaxgpt.tools.sweep import sweep
 HERE = Path(__file__).resolve().parent
 RESULTS, RUNS = HERE.parent / "results" / "laptop", Path("runs/laptop")
 SEEDS, STEPS, WIDTHS = range(20), (100, 200), (88, 176, 352)
+FAST = dict.fromkeys(("muon", "normuon", "polar express"), (50, *STEPS))  # lengths of the fastest
 TRIALS, FINAL_SEEDS = 9, 2  # of each sweep
 RATE, BETA2 = "optim.learning_rate=1e-3..2e-2", "optim.beta2=0.9..0.99"
 MUON = ("optim.muon_learning_rate=4e-3..4e-2", "optim.learning_rate=3e-3..3e-2")
@@ -211,7 +213,8 @@ def run_optimizers(width: int, part: slice, text: str) -> None:
     tuned, shelf = read("sweeps"), optimizers()
     if missing := shelf.keys() - tuned.keys():
         raise UserError(f"{', '.join(sorted(missing))} are not tuned yet: run the sweeps first")
-    for seed, name, steps in itertools.product(SEEDS[part], shelf, STEPS):
+    lengths = [(name, steps) for name in shelf for steps in FAST.get(name, STEPS)]
+    for seed, (name, steps) in itertools.product(SEEDS[part], lengths):
         point = {field.removeprefix("optim."): value for field, value in tuned[name]["winner"].items()}
         optim = dataclasses.replace(shelf[name], **point)
         run_one("optimizers", [str(width), name, str(steps)], experiment_of(optim, width, steps, text), seed)
@@ -238,23 +241,25 @@ def run_null(part: slice, text: str) -> None:
         run_one("null", ["baseline"], experiment, seed)
 
 
-def steps_to(target: float, short: np.ndarray, long: np.ndarray) -> np.ndarray:
-    """Return the steps to a loss, by a straight line through two mean losses over the logarithm of the steps.
+def steps_to(target: float, lengths: tuple[int, ...], losses: np.ndarray) -> float:
+    """Return the steps to a loss, by straight lines between mean losses over the logarithm of the steps.
 
     Args:
-        short, long: mean losses after STEPS[0] and STEPS[1] steps.
+        lengths: steps of complete runs, the fewest first.
+        losses: mean losses after them. Beyond the first and the last the nearest line goes on.
     """
-    slope = (short - long) / np.log(STEPS[1] / STEPS[0])
-    return STEPS[1] * np.exp((long - target) / slope)
+    place = min(max(int((losses > target).sum()), 1), len(lengths) - 1)
+    x, y = np.log(lengths[place - 1 : place + 1]), losses[place - 1 : place + 1]
+    return float(np.exp(x[1] + (y[1] - target) / (y[0] - y[1]) * (x[1] - x[0])))
 
 
 def losses_at(width: int) -> tuple[list[int], dict[str, np.ndarray]]:
-    """Return the seeds that all optimisers have at a width, and for each optimiser its losses [2, seeds]."""
+    """Return the seeds that all optimisers have at a width, and for each optimiser its losses [lengths, seeds]."""
     found = read("optimizers").get(str(width), {})
-    runs = {name: [found.get(name, {}).get(str(steps), {}) for steps in STEPS] for name in OVER}
-    seeds = [seed for seed in SEEDS if all(str(seed) in run for pair in runs.values() for run in pair)]
+    runs = {name: [found.get(name, {}).get(str(n), {}) for n in FAST.get(name, STEPS)] for name in OVER}
+    seeds = [seed for seed in SEEDS if all(str(seed) in run for by_length in runs.values() for run in by_length)]
     pick = lambda run: [np.nan if run[str(s)][0] is None else run[str(s)][0] for s in seeds]  # noqa: E731
-    return seeds, {name: np.array([pick(run) for run in pair], float) for name, pair in runs.items()}
+    return seeds, {name: np.array(list(map(pick, by_length)), float) for name, by_length in runs.items()}
 
 
 def rank(values: np.ndarray) -> np.ndarray:
@@ -274,8 +279,9 @@ def bootstrap(width: int, draws: int = 2000) -> Iterator[dict[str, float]]:
     rng = np.random.default_rng(0)
     for draw in range(draws + 1):
         chosen = np.arange(len(seeds)) if draw == 0 else rng.integers(0, len(seeds), len(seeds))
-        means = {name: pair[:, chosen].mean(1) for name, pair in losses.items()}
-        yield {name: float(steps_to(means["adamw"][1], *pair)) for name, pair in means.items()}
+        means = {name: by_length[:, chosen].mean(1) for name, by_length in losses.items()}
+        target = means["adamw"][-1]
+        yield {name: steps_to(target, FAST.get(name, STEPS), by_length) for name, by_length in means.items()}
 
 
 def compare_ideas() -> list[Comparison]:
@@ -337,7 +343,7 @@ def report() -> str:
         lines.append("|---|---|---|---|")
         for name in sorted(first, key=first.__getitem__):
             low, high = np.percentile([draw[name] for draw in others], [2.5, 97.5])
-            short, long = losses[name]
+            *_, short, long = losses[name]
             spread = f"{long.mean():.4f} ({long.std(ddof=1):.4f})"
             lines.append(f"| {name} | {short.mean():.4f} | {spread} | {first[name]:.0f} ({low:.0f} to {high:.0f}) |")
         theirs = np.array([TRACK_3[name] for name in TRACK_3])
