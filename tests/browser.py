@@ -73,6 +73,6 @@ def watch(page, own):
 
 
 def unnamed(page) -> list[str]:
-    """Controls for which a screen reader has no word."""
-    return page.evaluate("""() => [...document.querySelectorAll("button, [role=button], select, input, textarea")].filter((e) =>
+    """Controls and regions for which a screen reader has no word."""
+    return page.evaluate("""() => [...document.querySelectorAll("button, [role=button], [role=group], [role=region], nav, select, input, textarea")].filter((e) =>
       !(e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)""")

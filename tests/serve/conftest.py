@@ -168,7 +168,7 @@ def join_choices(parts):
 def read_events(answer):
     """Return the events of a stream that has ended well, from its text."""
     lines = answer.strip().split("\n\n")
-    assert lines.pop() == "data: [DONE]", answer[-300:]
+    assert lines.pop() == "data: [DONE]" and all(line.startswith("data: ") for line in lines), answer[-300:]
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 

@@ -1,17 +1,14 @@
 """The wire formats, over an engine that repeats the prompt."""
 
-import json
 import re
 
-from tests.serve.conftest import BLOCK, CHAT, HELLO, FakeEngine, refused, wait_for
+from tests.serve.conftest import BLOCK, CHAT, HELLO, FakeEngine, read_events, refused, wait_for
 
 
 def events(response):
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
-    lines = [line for line in response.text.split("\n\n") if line]
-    assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    return read_events(response.text)
 
 
 def test_a_completion(faked):

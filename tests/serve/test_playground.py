@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 
 from jaxgpt.serve.app import playground_page
 from jaxgpt.tools.html_page import hash_source
-from tests.browser import watch
+from tests.browser import unnamed, watch
 from tests.serve import fake_server
 from tests.serve.conftest import start_server
 from tests.serve.fake_server import ANSWER, END_OF_TURN, IMAGE, SCRIPT, Fake, distribution, make_app, reply, text_of
@@ -359,9 +359,7 @@ def test_everything_fits_and_has_a_name(visit, fake, scheme, width):
     light = page.evaluate("""() => ["backgroundColor", "color"].map((name) =>
       getComputedStyle(document.body)[name].match(/[\\d.]+/g).slice(0, 3).reduce((a, b) => a + Number(b), 0))""")
     assert (light[0] > light[1]) == (scheme == "light")
-    unnamed = page.evaluate("""() => [...document.querySelectorAll("button, [role=button], [role=group], [role=region], nav, select, input, textarea")].filter((e) =>
-      !(e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)""")
-    assert unnamed == []
+    assert unnamed(page) == []
     assert page.locator("h1").count() == page.locator("main").count() == 1
     ids = page.eval_on_selector_all("[id]", "all => all.map(e => e.id)")
     assert len(ids) == len(set(ids))

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.serve.conftest import BLOCK, CHAT, HELLO
+from tests.serve.conftest import BLOCK, CHAT, HELLO, join_choices, read_events
 
 PROMPTS = ["In a village", "x", "the lance-rack, an old buckler, a lean hack", "né"]
 
@@ -87,16 +87,10 @@ def test_structured_output_matches_however_it_is_asked_for(real):
     assert others == free
     for way, response in zip(ways, found, strict=True):
         assert response.status_code == 200, response.text
-        texts = ["", ""]
-        if "stream" in way:
-            for line in response.text.strip().split("\n\n")[:-1]:
-                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
-                texts[choice["index"]] += choice["delta"].get("content", "")
-        else:
-            assert {choice["finish_reason"] for choice in response.json()["choices"]} == {"stop"}
-            texts = [choice["message"]["content"] for choice in response.json()["choices"]]
-        for text in texts:
-            assert json.loads(text)["rides"] in ("ass", "horse"), text
+        choices = join_choices(read_events(response.text) if "stream" in way else [response.json()])
+        assert len(choices) == 2
+        for choice in choices:
+            assert choice["finish"] == "stop" and json.loads(choice["text"])["rides"] in ("ass", "horse"), choice
     for how, pattern in (({"guided_regex": "[0-9]{4}"}, "[0-9]{4}"), ({"guided_choice": ["ja", "nein"]}, "ja|nein")):
         (choice,), _ = answer(real, dict(prompt="x", max_tokens=20, **how))
         assert re.fullmatch(pattern, choice["text"]) and choice["finish_reason"] == "stop"

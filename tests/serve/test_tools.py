@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.serve.conftest import CHAT, HELLO, Client, FakeEngine, make_byte_run, refused, start_server
+from tests.serve.conftest import CHAT, HELLO, Client, FakeEngine, make_byte_run, read_events, refused, start_server
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Toledo", "El Toboso"]}, "days": {"type": "integer"}}}
 CITY |= {"required": ["city", "days"], "additionalProperties": False}
@@ -33,8 +33,8 @@ def wide(wide_run):
 def stream(client, **body):
     """Return a choice of a stream, its pieces joined as clients join them."""
     message, finish = {"content": "", "tool_calls": []}, None
-    for line in client.ask(CHAT, **body, stream=True).text.strip().split("\n\n")[:-1]:
-        (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+    for event in read_events(client.ask(CHAT, **body, stream=True).text):
+        (choice,) = event["choices"]
         message["content"] += choice["delta"].get("content") or ""
         for call in choice["delta"].get("tool_calls", []):
             assert call.pop("index") == len(message["tool_calls"])

@@ -15,7 +15,7 @@ from jaxgpt.fitting import fit
 from jaxgpt.sample import Sampling
 from jaxgpt.sample.filters import SamplingRows
 from jaxgpt.tools.xray.xray import attention_shares, capture_activations, project_to_plane, read_embedding, xray
-from tests.browser import unreadable
+from tests.browser import unnamed, unreadable
 from tests.helpers import make_model, tiny_experiment
 
 SCRIPT = "<script>pwned=1</script>"
@@ -268,9 +268,7 @@ def test_sliders_draw_what_sampling_draws(page, found, how):
 
 def test_everything_has_a_name_and_a_place_in_order(page):
     """What a screen reader says of each control, and what the keyboard reaches."""
-    unnamed = page.evaluate("""() => [...document.querySelectorAll("button, [role=button], select, input")].filter((e) =>
-      !(e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)""")
-    assert unnamed == []
+    assert unnamed(page) == []
     assert page.locator("h1").count() == 1 and page.locator("main").count() == 1
     assert all(
         page.locator(f"section#{id} > h2").count() == 1
