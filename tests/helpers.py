@@ -22,6 +22,7 @@ from jaxgpt.data.tokenizer import load_tokenizer
 from jaxgpt.layers.block import Compute
 from jaxgpt.model import GPT
 from jaxgpt.run import Run
+from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import read_metadata, write_metadata
 from tests.conftest import REPOSITORY, SIZES
 
@@ -70,6 +71,16 @@ def tokens_BT(config: GPTConfig, batch: int = 2, seed: int = 2) -> jax.Array:
     return jax.random.randint(jax.random.key(seed), (batch, config.block_size), 0, config.vocab_size)
 
 
+def out_and_gradients(attend, q, k, v, **how):
+    """What an attention gives, and the gradients of a loss of it, in one compiled program."""
+
+    def pulled(*x):
+        out, pull = jax.vjp(functools.partial(attend, **how), *x)
+        return out, pull(jnp.cos(out))
+
+    return jax.jit(pulled)(q, k, v)
+
+
 def stack_layers(params: dict, n_layer: int) -> dict:
     """The parameters of a model with separate layers, as the same model with `scan_layers` has them."""
     layers = [params[f"h_{i}"] for i in range(n_layer)]
@@ -98,6 +109,12 @@ def tiny_experiment(text: Path, **train) -> Experiment:
     )
 
 
+def replace_fields(experiment: Experiment, **parts: dict) -> Experiment:
+    """Return the experiment with other fields in its parts: optim={...}, model={...}."""
+    new = {part: dataclasses.replace(getattr(experiment, part), **fields) for part, fields in parts.items()}
+    return dataclasses.replace(experiment, **new)
+
+
 def flip(path: Path, bit: int) -> None:
     """As a disk does."""
     raw = bytearray(path.read_bytes())
@@ -112,6 +129,13 @@ def edit_record(run: Path, change: Callable[[dict], object]) -> None:
     record.pop("sha256", None)
     change(record)
     path.write_text(json.dumps(record))
+
+
+def write_params(run: Path, params: dict, step: int) -> None:
+    """Give a run a checkpoint of parameters alone."""
+    checkpoints = Checkpoints(run / "checkpoints")
+    checkpoints.save_params(params, step)
+    checkpoints.close()
 
 
 def chat_file(directory: Path) -> Path:

@@ -29,7 +29,7 @@ from jaxgpt.runs.metrics import MetricsFile, read_metrics
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from jaxgpt.tools.replay import replay
 from jaxgpt.train import TrainState, init_skip_state
-from tests.helpers import tiny_experiment
+from tests.helpers import replace_fields, tiny_experiment
 
 
 def losses(directory):
@@ -236,11 +236,7 @@ def test_a_run_is_trained_longer(experiment, tmp_path):
 
     def of(steps, **optim):
         optim = {"schedule": "cosine", "warmup_steps": None} | optim
-        return dataclasses.replace(
-            experiment,
-            optim=dataclasses.replace(experiment.optim, **optim),
-            train=dataclasses.replace(experiment.train, steps=steps),
-        )
+        return replace_fields(experiment, optim=optim, train={"steps": steps})
 
     directory = tmp_path / "run"
     fit(of(4), directory, progress=False)
@@ -308,12 +304,8 @@ def test_fresh_moves_the_old_run_aside_and_the_newest_is_the_default(experiment,
 
 @pytest.mark.slow
 def test_a_loss_that_is_no_number_stops_the_run_and_saves_nothing(experiment, tmp_path):
-    wild = dataclasses.replace(
-        experiment,
-        optim=dataclasses.replace(
-            experiment.optim, learning_rate=1e18, weight_decay=0.0, warmup_steps=0, grad_clip=None
-        ),
-    )
+    optim = {"learning_rate": 1e18, "weight_decay": 0.0, "warmup_steps": 0, "grad_clip": None}
+    wild = replace_fields(experiment, optim=optim)
     with pytest.raises(Diverged, match="the last validation loss is nan.*lower --optim.learning-rate"):
         fit(wild, tmp_path / "r", progress=False)
     with pytest.raises(UserError, match="has no checkpoint"):

@@ -10,11 +10,10 @@ from jaxgpt.config import DataConfig
 from jaxgpt.data.conversations import find_end_of_turn, tokenise
 from jaxgpt.data.template import find_template, list_plain_characters
 from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, train_bpe
-from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.tools.convert import export_gguf, export_hf, import_model, write_tokenizer
 from tests.conftest import TEXT
 from tests.data.test_documents import tokenizer_json
-from tests.helpers import chat_file, edit_record, make_model, recorded_run
+from tests.helpers import chat_file, edit_record, make_model, recorded_run, write_params
 from tests.hf.test_in_and_out import MODEL
 from tests.hf.test_parity import live
 
@@ -32,9 +31,7 @@ def chat(tmp_path_factory):
     model = dataclasses.replace(MODEL, n_layer=1, block_size=160, vocab_size=262)
     run = recorded_run(place / "run", config, config.open_dataset(model), block_size=160)
     edit_record(run.directory, lambda record: record["experiment"].update(model=dataclasses.asdict(model)))
-    checkpoints = Checkpoints(run.directory / "checkpoints")
-    checkpoints.save_params(make_model(model)[1], 0)
-    checkpoints.close()
+    write_params(run.directory, make_model(model)[1], 0)
     return jaxgpt.load(run.directory), export_hf(run.directory, place / "out")
 
 

@@ -13,7 +13,7 @@ from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.layers.linear import Dense
 from jaxgpt.parallel.device import KERNELS
 from tests.conftest import SIZES
-from tests.helpers import DIMS, FLOAT32_REORDERED
+from tests.helpers import DIMS, FLOAT32_REORDERED, out_and_gradients
 
 
 def qkv(dims="BTNH", kv_dims="BTKH"):
@@ -87,18 +87,11 @@ def test_blocks_of_queries_equal_the_whole_square(how, monkeypatch):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
 
-    def out_and_gradients():
-        def pulled(*x):
-            out, pull = jax.vjp(functools.partial(plain_attention, **how), *x)
-            return out, pull(jnp.cos(out))
-
-        return jax.jit(pulled)(q, k, v)
-
-    whole = out_and_gradients()
+    whole = out_and_gradients(plain_attention, q, k, v, **how)
     monkeypatch.setattr(plain, "MIN_BLOCKED_T", T)
     text = jax.jit(functools.partial(plain_attention, **how)).lower(q, k, v).as_text()
     assert text.count("dot_general") == 2 * plain.NUM_BLOCKS
-    chex.assert_trees_all_close(out_and_gradients(), whole, **FLOAT32_REORDERED)
+    chex.assert_trees_all_close(out_and_gradients(plain_attention, q, k, v, **how), whole, **FLOAT32_REORDERED)
 
 
 @pytest.mark.parametrize("axes", ["BNTS", "B1TS", "1N1S", "11TS"])

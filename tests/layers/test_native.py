@@ -1,7 +1,5 @@
 """The C++ kernels: they equal the plain ones, gradients included, whatever the mask, and are built once if they can be."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -16,16 +14,9 @@ from jaxgpt.layers.kernels.native.build import why_not_native
 from jaxgpt.layers.kernels.native.product import native_product
 from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.parallel.device import compute_options
+from tests.helpers import out_and_gradients
 
 EQUAL = dict(rtol=1e-5, atol=1e-5)
-
-
-def out_and_gradients(attend, q, k, v, **how):
-    def pulled(*x):
-        out, pull = jax.vjp(functools.partial(attend, **how), *x)
-        return out, pull(jnp.cos(out))
-
-    return jax.jit(pulled)(q, k, v)
 
 
 def made(B, T, N, K, H, V):

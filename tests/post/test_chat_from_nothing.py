@@ -1,6 +1,5 @@
 """experiments/post/chat_from_nothing.py: a task in a chat template, and all stages in a small way."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -8,7 +7,7 @@ import numpy as np
 from jaxgpt.data.conversations import encode_all
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.runs.metrics import read_metrics
-from tests.helpers import import_pages
+from tests.helpers import import_pages, replace_fields
 
 chat, tasks = import_pages("post", "chat_from_nothing", "tasks")
 
@@ -32,13 +31,8 @@ def test_all_stages_run_and_go_on(tmp_path, monkeypatch):
 
     def small(root, share):
         model = {"n_layer": 1, "n_head": 2, "n_embd": 16}
-        stages = {
-            name: dataclasses.replace(stage, model=dataclasses.replace(stage.model, **model))
-            for name, stage in make(root, share).items()
-        }
-        stages["grpo"] = dataclasses.replace(
-            stages["grpo"], train=dataclasses.replace(stages["grpo"].train, batch_size=16, log_every=1)
-        )
+        stages = {name: replace_fields(stage, model=model) for name, stage in make(root, share).items()}
+        stages["grpo"] = replace_fields(stages["grpo"], train={"batch_size": 16, "log_every": 1})
         return stages
 
     monkeypatch.setattr(chat, "make_stages", small)

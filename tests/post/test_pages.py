@@ -18,7 +18,7 @@ from jaxgpt.fitting import fit
 from jaxgpt.loss import make_loss
 from jaxgpt.runs.checks import check_model
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
-from tests.helpers import TINY, import_pages, make_model, tiny_experiment
+from tests.helpers import TINY, import_pages, make_model, replace_fields, tiny_experiment
 from tests.post.test_invariance import CONFIG, PACKED, T, lay_out
 
 NAMES = ("distillation", "dpo", "grpo", "logprobs", "preferences")
@@ -145,18 +145,13 @@ def test_extras_of_an_objective_are_no_arguments_of_a_users_own_model():
 def answering(tmp_path_factory):
     """A model of both answers, that has learnt nothing yet."""
     model = dataclasses.replace(TINY, vocab_size=None, block_size=128, position="rope")
-    experiment = dataclasses.replace(
-        dpo.sft, model=model, train=dataclasses.replace(dpo.sft.train, steps=2, batch_size=2)
-    )
+    experiment = replace_fields(dataclasses.replace(dpo.sft, model=model), train={"steps": 2, "batch_size": 2})
     return fit(experiment, tmp_path_factory.mktemp("answering") / "run", progress=False, setup=False)
 
 
 def prefer(answering, steps=2, **data):
-    train = dataclasses.replace(
-        dpo.experiment.train, steps=steps, batch_size=2, init_from=str(answering.directory), log_every=1
-    )
-    data = dataclasses.replace(dpo.experiment.data, reference_batch=4, **data)
-    return dataclasses.replace(dpo.experiment, data=data, train=train)
+    train = {"steps": steps, "batch_size": 2, "init_from": str(answering.directory), "log_every": 1}
+    return replace_fields(dpo.experiment, data={"reference_batch": 4} | data, train=train)
 
 
 def test_pairs_train_from_their_page_and_resume(answering, tmp_path):

@@ -25,7 +25,7 @@ from jaxgpt.tools.overview import format_rows, read_rows
 from jaxgpt.tools.replay import audit, replay
 from jaxgpt.tools.report import make_report
 from tests.conftest import REPOSITORY
-from tests.helpers import TINY, check_command, import_pages, make_model, run_command
+from tests.helpers import TINY, check_command, import_pages, make_model, replace_fields, run_command
 
 POST = REPOSITORY / "experiments" / "post"
 tasks, rollouts, updates, distillation = import_pages("post", "tasks", "rollouts", "updates", "distillation")
@@ -108,13 +108,6 @@ def lab(tmp_path_factory):
 @pytest.fixture(scope="module")
 def experiment(lab):
     return load_experiment(str(lab / "own.py"))
-
-
-def changed(experiment, **parts):
-    """The experiment with other values of fields, by part."""
-    return dataclasses.replace(
-        experiment, **{name: dataclasses.replace(getattr(experiment, name), **values) for name, values in parts.items()}
-    )
 
 
 def count_live_arrays():
@@ -204,8 +197,8 @@ def test_mistakes_are_one_line_before_anything_is_written(experiment, tmp_path, 
         ({"data": {"tokenizer": "bpe"}}, "data.tokenizer=bpe"),
     ):
         with pytest.raises(UserError, match=said):
-            open_training(changed(experiment, **parts), tmp_path / "r", None)
-    warmer = open_training(changed(experiment, data={"temperature": 0.5}), tmp_path / "r", None)
+            open_training(replace_fields(experiment, **parts), tmp_path / "r", None)
+    warmer = open_training(replace_fields(experiment, data={"temperature": 0.5}), tmp_path / "r", None)
     with pytest.raises(
         UserError, match="data.temperature=0.5 and objective.temperature=1.0 differ: give both the same"
     ):
@@ -269,7 +262,7 @@ def test_thirty_rollouts_score_as_the_step_does_compile_nothing_and_leave_nothin
 
     jax.monitoring.register_event_duration_secs_listener(on_event)
     for micro in (None, 4):
-        small = changed(experiment, train={"steps": 40}, parallel={"micro_batch_size": micro})
+        small = replace_fields(experiment, train={"steps": 40}, parallel={"micro_batch_size": micro})
         training = open_training(small, tmp_path / "r", None)
         held = []
         for step, _, metrics in training.take_steps(training.restore_or_init(0), 0, 35):
@@ -327,7 +320,7 @@ def test_a_run_logs_its_rewards_and_is_replayed_and_audited(trained, lab):
 
 @pytest.mark.slow
 def test_rejection_sampling_learns_from_good_completions_only(experiment, tmp_path):
-    sft = changed(experiment, data={"keep": 0.25})
+    sft = replace_fields(experiment, data={"keep": 0.25})
     sft = dataclasses.replace(sft, objective=tasks.AccuracyConfig())
     training = open_training(sft, tmp_path / "r", None)
     state = training.restore_or_init(0)
@@ -351,9 +344,8 @@ def test_rejection_sampling_learns_from_good_completions_only(experiment, tmp_pa
 def test_distillation_learns_from_the_students_own_completions(experiment, trained, tmp_path):
     """On-policy: each completion is a target, and a student nears its teacher on what it writes itself."""
     teacher = distillation.DistillationConfig(teacher=str(trained), weight=1.0, temperature=1.0, direction="reverse")
-    on_policy = dataclasses.replace(
-        changed(experiment, data={"keep": 0.0}, train={"steps": 30, "seed": 1}), objective=teacher
-    )
+    on_policy = replace_fields(experiment, data={"keep": 0.0}, train={"steps": 30, "seed": 1})
+    on_policy = dataclasses.replace(on_policy, objective=teacher)
     training = open_training(on_policy, tmp_path / "r", None)
     losses = [float(m["loss"]) for _, _, m in training.take_steps(training.restore_or_init(0), 0, 30)]
     assert 0 < np.mean(losses[-5:]) < 0.5 * np.mean(losses[:5]), losses
@@ -363,7 +355,10 @@ def test_distillation_learns_from_the_students_own_completions(experiment, train
 def test_rows_may_be_shorter_than_the_context(experiment, tmp_path):
     """A model keeps its context, and a step computes no more than its rows need: to the bit what a shorter one does."""
     steps = []
-    for name, e in (("short", experiment), ("long", changed(experiment, model={"block_size": 24}, data={"row": 12}))):
+    for name, e in (
+        ("short", experiment),
+        ("long", replace_fields(experiment, model={"block_size": 24}, data={"row": 12})),
+    ):
         training = open_training(e, tmp_path / name, None)
         assert training.trainer.abstract_batch.inputs_BT.shape == (8, 12)
         steps.append([m for _, _, m in training.take_steps(training.restore_or_init(0), 0, 3)])
@@ -378,7 +373,7 @@ def test_adapters_and_a_reference_take_part(experiment, trained, tmp_path):
         "data": {"reference": str(trained)},
         "objective": {"kl": 0.1},
     }
-    adapted = dataclasses.replace(changed(experiment, **parts), lora=LoraConfig(rank=2))
+    adapted = dataclasses.replace(replace_fields(experiment, **parts), lora=LoraConfig(rank=2))
     fit(adapted, tmp_path / "r", progress=False, setup=False)
     lines = [line for line in lines_of(tmp_path / "r") if "loss" in line]
     assert abs(lines[0]["kl"]) < 1e-6 < lines[2]["kl"]
@@ -388,7 +383,7 @@ def test_adapters_and_a_reference_take_part(experiment, trained, tmp_path):
         ("data", {"tokenizer": "byte"}, "has another tokenizer: name a run with the policy's"),
         ("model", {"block_size": 16}, "has a context of 12: needs block_size=16"),
     ):
-        other = changed(changed(experiment, data={"reference": str(trained)}), **{part: field})
+        other = replace_fields(replace_fields(experiment, data={"reference": str(trained)}), **{part: field})
         with pytest.raises(UserError, match=said):
             open_training(other, tmp_path / "s", None)
 

@@ -23,15 +23,8 @@ from jaxgpt.runs.metrics import MetricsFile, read_metrics
 from jaxgpt.runs.training import gather_params
 from jaxgpt.tools.replay import replay
 from jaxgpt.train import init_state
-from tests.helpers import tiny_experiment
+from tests.helpers import replace_fields, tiny_experiment
 from tests.test_session import Killed, _raise_at
-
-
-def changed(experiment, **parts):
-    """With other fields in its parts: optim={...}, model={...}."""
-    return dataclasses.replace(
-        experiment, **{part: dataclasses.replace(getattr(experiment, part), **fields) for part, fields in parts.items()}
-    )
 
 
 def report_of(directory, step):
@@ -40,7 +33,7 @@ def report_of(directory, step):
 
 @pytest.fixture(scope="module")
 def experiment(text_file):
-    return changed(tiny_experiment(text_file), model={"n_layer": 1, "dropout": 0.2}, optim={"max_skipped": 2})
+    return replace_fields(tiny_experiment(text_file), model={"n_layer": 1, "dropout": 0.2}, optim={"max_skipped": 2})
 
 
 # Scanned layers are unstacked, and micro-batches taken one after the other, as in the step itself.
@@ -58,7 +51,7 @@ def test_a_corrupt_parameter_is_found(experiment, tmp_path, monkeypatch, capsys,
     monkeypatch.setattr(jaxgpt.parallel.trainer, "init_state", planted)
     with pytest.raises(Diverged, match="steps in a row were skipped, up to step .*: loss is nan"):
         fit(
-            changed(experiment, **SCANNED if layer else {"optim": {"max_skipped": 3}}), tmp_path / "r"
+            replace_fields(experiment, **SCANNED if layer else {"optim": {"max_skipped": 3}}), tmp_path / "r"
         )  # of no other test
     told = [line for line in capsys.readouterr().err.splitlines() if "step 1 skipped" in line]
     first = f"h_{layer}/mlp/c_fc (Dense)"
@@ -79,7 +72,7 @@ def test_a_corrupt_parameter_is_found(experiment, tmp_path, monkeypatch, capsys,
 def test_what_is_examined_is_the_step_that_was_taken(experiment):
     """Each micro-batch with its rows and its dropout: of a sound step, the gradient's norm is the same."""
     model = {"vocab_size": 11, "dropout": 0.5}
-    small = changed(experiment, model=model, parallel={"strategy": "pmap", "micro_batch_size": 2})
+    small = replace_fields(experiment, model=model, parallel={"strategy": "pmap", "micro_batch_size": 2})
     trainer = make_trainer(small)
     text = np.random.default_rng(0).integers(0, 11, (4, 9)).astype(np.int32)
     batch, key = Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:]), jax.random.key(1)
@@ -97,7 +90,7 @@ BAD_STEPS = (5, 8)  # the second is one of those that are saved
 @pytest.fixture(scope="module")
 def bumpy(experiment):
     """A run in which two steps have a target outside the vocabulary, and where some of the later norms are spikes."""
-    return changed(
+    return replace_fields(
         experiment,
         optim={"skip_spikes": 1.05, "max_skipped": 20, "learning_rate": 1e-2},
         train={"steps": 30, "batch_size": 2, "eval_every": 15, "checkpoint_every": 4, "keep_last": 1},

@@ -13,7 +13,7 @@ from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.errors import UserError
 from jaxgpt.runs import code
 from jaxgpt.runs.directory import read_metadata
-from tests.helpers import run_command
+from tests.helpers import edit_record, run_command
 
 # Annotations that are strings; a neighbour, which imports another; and a field that is an option.
 MINE = """
@@ -136,10 +136,7 @@ def test_a_received_run_is_not_run_unless_it_is_trusted(trained, stranger, monke
     place.write_text(f"__import__('pathlib').Path({str(mark)!r}).touch()\n" + place.read_text())
     with pytest.raises(UserError, match=r"not the code that the run was trained with: restore power.py"):
         jaxgpt.load(received, trust_code=True)
-    record = json.loads((received / "experiment.json").read_text())
-    del record["sha256"]
-    record["code"] = code.read_code(received).digests
-    (received / "experiment.json").write_text(json.dumps(record))
+    edit_record(received, lambda record: record.update(code=code.read_code(received).digests))
     with pytest.raises(UserError, match="trust_code=True"):
         jaxgpt.load(received)
     assert not mark.exists()
@@ -153,10 +150,7 @@ def test_a_received_run_is_not_run_unless_it_is_trusted(trained, stranger, monke
 def test_no_name_of_a_class_leads_elsewhere(trained, cache, monkeypatch, tmp_path, name):
     directory = tmp_path / "run"
     shutil.copytree(trained[1], directory)
-    record = json.loads((directory / "experiment.json").read_text())
-    del record["sha256"]
-    record["experiment"]["model"]["class"] = name
-    (directory / "experiment.json").write_text(json.dumps(record))
+    edit_record(directory, lambda record: record["experiment"]["model"].update({"class": name}))
     forget(monkeypatch)
     with pytest.raises(UserError, match="class"):
         read_metadata(directory, trust_code=True)

@@ -30,6 +30,7 @@ from tests.helpers import (
     make_model,
     stack_layers,
     tiny_experiment,
+    write_params,
 )
 
 # GPT-2's shape: learned positions, which a shorter context cuts, and biases.
@@ -64,9 +65,7 @@ def scanned(source, tmp_path_factory):
     shutil.copytree(source.directory, run)
     edit_record(run, lambda record: record["experiment"]["model"].update(scan_layers=True))
     shutil.rmtree(run / "checkpoints")
-    checkpoints = Checkpoints(run / "checkpoints")
-    checkpoints.save_params(stack_layers(source.params, MODEL.n_layer), 60)
-    checkpoints.close()
+    write_params(run, stack_layers(source.params, MODEL.n_layer), 60)
     return run
 
 
@@ -250,8 +249,6 @@ def test_adapters_without_their_base_are_told(source, tuned, tmp_path):
     shutil.copytree(source.directory, base)
     jaxgpt.load(run)
     shutil.rmtree(base / f"checkpoints/{source.step}")
-    checkpoints = Checkpoints(base / "checkpoints")
-    checkpoints.save_params(jax.tree.map(lambda x: x + 1, source.params), source.step)
-    checkpoints.close()
+    write_params(base, jax.tree.map(lambda x: x + 1, source.params), source.step)
     with pytest.raises(UserError, match="base holds other weights than the run began from"):
         jaxgpt.load(run)

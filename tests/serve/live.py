@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jaxgpt.fitting import fit
 from tests.conftest import REPOSITORY, TEXT
-from tests.helpers import tiny_experiment
+from tests.helpers import replace_fields, tiny_experiment
 from tests.serve.conftest import wait_for
 
 MODEL = "tiny"  # the run directory, and so the name of the model
@@ -81,12 +81,8 @@ def tiny_run(directory: Path, *, block_size: int, steps: int = 6, **train) -> Pa
     text.write_text(TEXT.replace("n", "ñ") * 4 * (1 + block_size // 256), encoding="utf-8")
     train |= dict(steps=steps, eval_every=steps, checkpoint_every=steps, log_every=steps, sample_tokens=0)
     e = tiny_experiment(text, **train)
-    e = dataclasses.replace(
-        e,
-        model=dataclasses.replace(e.model, n_embd=16, block_size=block_size),
-        data=dataclasses.replace(e.data, tokenizer="byte"),
-        optim=dataclasses.replace(e.optim, learning_rate=2e-2),
-    )
+    model = {"n_embd": 16, "block_size": block_size}
+    e = replace_fields(e, model=model, data={"tokenizer": "byte"}, optim={"learning_rate": 2e-2})
     fit(e, directory / MODEL, progress=False)
     return directory / MODEL
 
