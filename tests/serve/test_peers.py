@@ -17,7 +17,7 @@ IDS = [65] * 5
 BOOK = [{"role": "system", "content": "Book"}, {"role": "user", "content": "Which is best?"}]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": part} for part in ("hel", "lo")]}]
 LANGUAGES = ["Python", "Java", "JavaScript", "C++", "C#"]
-ADDRESS = r"((25[0-5]|(2[0-4]|1\d|[1-9]|)\d)\.){3}(25[0-5]|(2[0-4]|1\d|[1-9]|)\d)"
+ADDRESS = r"((25[0-5]|(2[0-4]|1[0-9]|[1-9]|)[0-9])\.){3}(25[0-5]|(2[0-4]|1[0-9]|[1-9]|)[0-9])"
 PROFILE = {
     "type": "object",
     "properties": {

@@ -10,7 +10,7 @@ import pytest
 from jaxgpt.errors import UserError
 from jaxgpt.layers.block import Compute
 from tests.helpers import FLOAT32_REORDERED, TINY, import_pages
-from tests.zoo.decoding import check_causal, check_decoding
+from tests.zoo.decoding import check_causal, check_decoding, draw_inputs
 
 (alibi,) = import_pages("zoo", "alibi")
 
@@ -46,11 +46,12 @@ def test_scores_have_the_bias():
 @pytest.mark.parametrize("window", [None, 4])
 def test_decoding_is_the_whole_pass(window):
     config = dataclasses.replace(CONFIG, sliding_window=window)
-    check_decoding(config.make_attention(0, Compute()), width=24)
+    module = config.make_attention(0, Compute())
+    check_decoding(module, *draw_inputs(module))
 
 
 def test_causal():
-    check_causal(CONFIG.make_attention(0, Compute()), width=24)
+    check_causal(CONFIG.make_attention(0, Compute()))
 
 
 def test_weights_are_those_of_the_output():

@@ -10,7 +10,7 @@ import pytest
 from jaxgpt.errors import UserError
 from jaxgpt.layers.block import Compute
 from tests.helpers import TINY, import_pages
-from tests.zoo.decoding import check_causal, check_decoding
+from tests.zoo.decoding import check_causal, check_decoding, draw_inputs
 
 (page,) = import_pages("zoo", "differential_attention")
 
@@ -85,11 +85,12 @@ def test_output_is_that_of_transformers():
 @pytest.mark.parametrize("window", [None, 4])
 def test_decoding_is_the_whole_pass(window):
     config = dataclasses.replace(CONFIG, sliding_window=window, qk_norm=True)
-    check_decoding(config.make_attention(1, Compute()), width=24)
+    module = config.make_attention(1, Compute())
+    check_decoding(module, *draw_inputs(module))
 
 
 def test_causal():
-    check_causal(CONFIG.make_attention(0, Compute()), width=24)
+    check_causal(CONFIG.make_attention(0, Compute()))
 
 
 def test_what_it_has_not_is_refused():

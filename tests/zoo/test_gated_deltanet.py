@@ -11,7 +11,7 @@ import pytest
 from jaxgpt.errors import UserError
 from jaxgpt.optim import label_parameters
 from tests.helpers import FLOAT32_REORDERED, TINY, apply, import_pages, make_model
-from tests.zoo.token_mixing import check_decoding
+from tests.zoo.decoding import check_decoding
 
 (page,) = import_pages("zoo", "gated_deltanet")
 

@@ -10,7 +10,7 @@ import pytest
 from jaxgpt.errors import UserError
 from jaxgpt.layers.block import Compute
 from tests.helpers import TINY, import_pages
-from tests.zoo.decoding import check_causal, check_decoding
+from tests.zoo.decoding import check_causal, check_decoding, draw_inputs
 
 (mla,) = import_pages("zoo", "mla")
 
@@ -26,11 +26,12 @@ RANKS = pytest.mark.parametrize("q_rank", [None, 9], ids=["whole queries", "low 
 
 @RANKS
 def test_decoding_is_the_whole_pass(q_rank):
-    check_decoding(dataclasses.replace(CONFIG, q_rank=q_rank).make_attention(0, Compute()), width=24)
+    module = dataclasses.replace(CONFIG, q_rank=q_rank).make_attention(0, Compute())
+    check_decoding(module, *draw_inputs(module))
 
 
 def test_causal():
-    check_causal(CONFIG.make_attention(0, Compute()), width=24)
+    check_causal(CONFIG.make_attention(0, Compute()))
 
 
 @RANKS

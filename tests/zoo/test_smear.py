@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxgpt.sample.cache import can_cache
 from tests.helpers import FLOAT32_REORDERED, TINY, import_pages, make_model
-from tests.zoo.token_mixing import check_decoding, find_reach
+from tests.zoo.decoding import check_decoding, find_reach
 
 (page,) = import_pages("zoo", "smear")
 

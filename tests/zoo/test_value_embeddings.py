@@ -12,7 +12,7 @@ from jaxgpt.layers import Attention
 from jaxgpt.optim import label_parameters
 from jaxgpt.sample.cache import can_cache
 from tests.helpers import FLOAT32_REORDERED, TINY, import_pages, make_model
-from tests.zoo.token_mixing import find_reach
+from tests.zoo.decoding import find_reach
 
 (page,) = import_pages("zoo", "value_embeddings")
 
