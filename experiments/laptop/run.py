@@ -100,6 +100,11 @@ TRACK_3 = {"soap": 3125, "muon": 3250, "normuon": 3250, "shampoo": 4100, "adamw"
 RESULT_OF = {"soap": 27, "muon": 36, "normuon": 10, "shampoo": 21, "adamw": 2}
 
 
+# The order of steps that was expected before the first run.
+PREDICTED = ["normuon", "muon", "polar express", "soap", "shampoo", "cautious adamw", "schedule-free", "adamw"]
+PREDICTED += ["adafactor", "prodigy", "lion", "sgd"]
+
+
 def optimizers() -> dict[str, OptimConfig]:
     """Return the twelve with the shelf's values."""
     fixed, new = run_file(HERE / "base.py"), load_variants(str(HERE / "optimizers.py"))
@@ -346,13 +351,13 @@ def report() -> str:
             *_, short, long = losses[name]
             spread = f"{long.mean():.4f} ({long.std(ddof=1):.4f})"
             lines.append(f"| {name} | {short.mean():.4f} | {spread} | {first[name]:.0f} ({low:.0f} to {high:.0f}) |")
-        theirs = np.array([TRACK_3[name] for name in TRACK_3])
-        agreed = [spearman(np.array([draw[name] for name in TRACK_3]), theirs) for draw in (first, *others)]
-        low, high = np.percentile(agreed[1:], [2.5, 97.5])
-        lines += [
-            "",
-            f"rank correlation with track 3, {len(TRACK_3)} optimisers: {agreed[0]:.2f} ({low:.2f} to {high:.2f})",
-        ]
+        places = {name: float(place) for place, name in enumerate(PREDICTED)}
+        for whose, order in (("track 3's", TRACK_3), ("the predicted", places)):
+            theirs = np.array([order[name] for name in order])
+            agreed = [spearman(np.array([draw[name] for name in order]), theirs) for draw in (first, *others)]
+            low, high = np.percentile(agreed[1:], [2.5, 97.5])
+            lines += ["", f"rank correlation with {whose} {len(order)}: {agreed[0]:.2f} ({low:.2f} to {high:.2f})"]
+        lines.append("")
     if found := compare_ideas():
         lines += ["", f"ideas, {len(found[0].losses)} seeds", "", "| idea | difference | here | at scale | by |"]
         lines.append("|---|---|---|---|---|")
