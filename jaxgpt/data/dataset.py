@@ -38,11 +38,7 @@ SPLITS = ("train", "val")
 
 
 def prepare(
-    config: DataConfig,
-    *,
-    block_size: int,
-    vocab_size: int | None = None,
-    known: dict[str, Any] | None = None,
+    config: DataConfig, *, block_size: int, vocab_size: int | None = None, known: dict[str, Any] | None = None
 ) -> Dataset:
     """Return the dataset of a configuration. Text is encoded once and cached as memory-mapped token files.
 

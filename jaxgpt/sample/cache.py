@@ -164,12 +164,7 @@ class KVCache(flax.struct.PyTreeNode):
         return KVCache(layers=tuple(layer() for _ in range(n_layer)), block=columns if block is None else block)
 
     def decode(
-        self,
-        model: GPT,
-        params: dict,
-        tokens_BT: jax.Array,
-        positions_BT: jax.Array,
-        valid_BT: jax.Array | None = None,
+        self, model: GPT, params: dict, tokens_BT: jax.Array, positions_BT: jax.Array, valid_BT: jax.Array | None = None
     ) -> tuple[jax.Array, KVCache]:
         """Return `GPT.hidden_states` x_BTD of the next T tokens of the sequences in the cache, and the updated cache.
 
@@ -226,12 +221,7 @@ class ContextCache(KVCache):
     """The tokens only, for models with modules that cannot be cached: their context is computed again for each token."""
 
     def decode(
-        self,
-        model: GPT,
-        params: dict,
-        tokens_BT: jax.Array,
-        positions_BT: jax.Array,
-        valid_BT: jax.Array | None = None,
+        self, model: GPT, params: dict, tokens_BT: jax.Array, positions_BT: jax.Array, valid_BT: jax.Array | None = None
     ) -> tuple[jax.Array, KVCache]:
         """Return what `KVCache.decode` does, by a forward pass over the whole context."""
         tokens_B1S = _put(self.layers[0], tokens_BT[..., None], columns_BT=positions_BT)

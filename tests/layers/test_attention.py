@@ -9,7 +9,7 @@ import pytest
 from jaxgpt.config import GPTConfig
 from jaxgpt.layers import MLP, Attention, Block, LayerNorm, RMSNorm
 from jaxgpt.layers.kernels import plain
-from jaxgpt.layers.kernels.plain import plain_attention
+from jaxgpt.layers.kernels.plain import naive_attention, plain_attention
 from jaxgpt.layers.linear import Dense
 from jaxgpt.parallel.device import KERNELS
 from tests.conftest import SIZES
@@ -26,18 +26,6 @@ def attend(*qkv, kernel="plain", **how):
     return jax.jit(functools.partial(KERNELS[kernel], **how))(*qkv)
 
 
-def naive_attention(q_BTNH, k_BSKH, v_BSKH, scale=None, window=None, softcap=None):
-    """Causal softmax(q k * scale) v as it is defined."""
-    T, N, H = q_BTNH.shape[1:]
-    k_BSNH, v_BSNH = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (k_BSKH, v_BSKH))  # N // K queries share a head
-    scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH) * (scale or H**-0.5)
-    scores_BNTS = softcap * jnp.tanh(scores_BNTS / softcap) if softcap else scores_BNTS
-    distance_TS = jnp.arange(T)[:, None] - jnp.arange(T)[None]  # from each query back to each key
-    visible_TS = (distance_TS >= 0) & (distance_TS < (window or T))
-    weights_BNTS = jax.nn.softmax(jnp.where(visible_TS[None, None], scores_BNTS, -jnp.inf), axis=-1)
-    return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BSNH)
-
-
 @pytest.mark.parametrize(
     ("kernel", "how"),
     [
@@ -52,7 +40,8 @@ def naive_attention(q_BTNH, k_BSKH, v_BSKH, scale=None, window=None, softcap=Non
 def test_every_kernel_equals_the_naive_one(kernel, how):
     out_BTNH = attend(*qkv(), kernel=kernel, **how)
     chex.assert_shape(out_BTNH, DIMS["BTNH"])
-    np.testing.assert_allclose(out_BTNH, naive_attention(*qkv(), **how), **FLOAT32_REORDERED)
+    as_defined = {"scale": qkv()[0].shape[-1] ** -0.5, "window": None, "softcap": None} | how
+    np.testing.assert_allclose(out_BTNH, naive_attention(*qkv(), **as_defined), **FLOAT32_REORDERED)
 
 
 @pytest.mark.parametrize("how", [{}, {"window": 3, "softcap": 0.7, "scale": 0.3}])
