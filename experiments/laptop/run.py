@@ -162,10 +162,8 @@ def add(name: str, keys: list[str], value) -> None:
 
 def processor() -> str:
     """Return vendor, family and model of the processor, and its vector width."""
-    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    fields = dict(re.findall(r"^(vendor_id|cpu family|model)\s*: (.*)$", text, flags=re.MULTILINE))
-    width = "AVX-512" if "avx512f" in text else "AVX2" if "avx2" in text else "unknown vectors"
-    return f"{fields.get('vendor_id')} family {fields.get('cpu family')} model {fields.get('model')}, {width}"
+    described = run_file(HERE.parent / "benchmarks" / "processor.py").describe_processor()
+    return described.rpartition(", ")[0]  # without the number of cores
 
 
 def run_sweeps(part: slice, text: str) -> None:
