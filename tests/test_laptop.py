@@ -1,10 +1,13 @@
 """experiments/laptop/: what the study computes from its results, and that it runs nothing twice."""
 
+import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 
+from jaxgpt.config import GPTConfig
 from jaxgpt.errors import Diverged
 from tests.conftest import REPOSITORY
 from tests.helpers import script
@@ -29,6 +32,17 @@ def test_steps_to_a_loss_are_those_of_a_straight_line(run):
     lengths = (50, 100, 200)
     for steps in (30, 50, 70, 100, 150, 200, 700):
         assert run.steps_to(loss(steps), lengths, np.array([loss(n) for n in lengths])) == pytest.approx(steps)
+
+
+def test_the_first_step_of_shampoo_is_orthogonal_with_the_size_of_adams(run):
+    """The fourth roots of G G^T and G^T G turn G = U S V^T into U V^T, and Adam's first step is the gradient's sign."""
+    optim = dataclasses.replace(run.load_variants(str(run.HERE / "optimizers.py"))["shampoo"].optim, warmup_steps=0)
+    optim = dataclasses.replace(optim, grad_clip=None, weight_decay=0.0, learning_rate=1.0)
+    optimizer = optim.make_optimizer(2, model=GPTConfig(n_layer=1, n_head=1, n_embd=8))
+    grads = {"h_0": {"mlp": {"c_fc": {"kernel": np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)}}}}
+    (update,) = jax.tree.leaves(optimizer.update(grads, optimizer.init(grads), grads)[0])
+    u, _, vt = np.linalg.svd(*jax.tree.leaves(grads), full_matrices=False)
+    np.testing.assert_allclose(update, -np.sqrt(15 / 3) * u @ vt, rtol=1e-3, atol=1e-3)
 
 
 def test_the_rank_correlation_has_ties(run):
