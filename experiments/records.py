@@ -1,13 +1,13 @@
 """Run an entry of the track "Fewest steps" of RECORDS.md: train 20 seeds, audit every step, compare with the last record.
 
 Question    does an optimiser reach 1.88 in so many steps, and is it better than the last record's with as many?
-Reference   rules 1 to 5 of RECORDS.md. The model, the text and the batch are those of laptop/base.py.
+Reference   rules 1 to 5 of RECORDS.md. The model, the text and the batch come from laptop/base.py.
 Command     python experiments/records.py EXPERIMENT.py[:NAME] --data.path shakespeare.txt --steps N
                 --out experiments/results/records/NAME.json [--against EXPERIMENT.py[:NAME]] [--seeds 20]
             jaxgpt records check experiments/RECORDS.md
 Method      an experiment gets N steps, with its complete schedule within them. The whole validation split is measured
             after the last step. `jaxgpt audit` then takes all steps again, from the seed. The experiment after --against
-            is trained with the same steps and seeds, and not audited. Seconds are those of the steps, without
+            is trained with the same steps and seeds, and not audited. Seconds count the steps, without
             compilation and validation.
 Result      the file after --out, written again after each seed, and a row for the table of RECORDS.md.
 

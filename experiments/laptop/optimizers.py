@@ -113,7 +113,7 @@ class MatrixState(NamedTuple):
 
 
 def inverse_root(covariance: jax.Array, power: float, eps: float) -> jax.Array:
-    """Return a symmetric matrix [..., N, N] to the power -`power`. eps: of the largest eigenvalue, the least one."""
+    """Return a symmetric matrix [..., N, N] to the power -`power`. eps: least eigenvalue, as a share of the largest."""
     values, vectors = jnp.linalg.eigh(covariance)
     values = jnp.maximum(values, eps * values[..., -1:]) + jnp.finfo(values.dtype).tiny
     return (vectors * values[..., None, :] ** -power) @ vectors.mT

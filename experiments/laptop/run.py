@@ -294,9 +294,8 @@ def compare_ideas() -> list[Comparison]:
     seeds = [str(seed) for seed in SEEDS if all(str(seed) in found.get(name, {}) for name in names)]
     if len(seeds) < 2:
         return []
-    rows = compare_losses({"": {name: [found[name][seed][0] for seed in seeds] for name in names}}, apart=np.inf)[""][
-        1:
-    ]
+    losses = {name: [found[name][seed][0] for seed in seeds] for name in names}
+    _, *rows = compare_losses({"": losses}, apart=np.inf)[""]
     return [row for row in rows if row.margin is not None]  # others diverged
 
 
@@ -331,7 +330,16 @@ def report() -> str:
     for name in sorted(tuned, key=lambda name: tuned[name]["trials"][0][-1]):
         point = ", ".join(f"{field.removeprefix('optim.')} {value:g}" for field, value in tuned[name]["winner"].items())
         lines.append(f"| {name} | {point} | {tuned[name]['trials'][0][-1]:.4f} | {tuned[name]['seconds']:.0f} |")
-    lines.append("")
+    runs = [
+        run
+        for by in read("optimizers").values()
+        for x in by.values()
+        if isinstance(x, dict)
+        for y in x.values()
+        for run in y.values()
+    ]
+    hours = sum(sweep["seconds"] for sweep in tuned.values()) / 3600, sum(seconds for _, seconds in runs) / 3600
+    lines += ["", f"core-hours: {hours[0]:.2f} of sweeps, {hours[1]:.2f} of {len(runs)} runs", ""]
     for width in WIDTHS:
         seeds, losses = losses_at(width)
         if len(seeds) < 2:
