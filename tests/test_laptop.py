@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -45,6 +46,24 @@ def test_the_first_step_of_shampoo_is_orthogonal_with_the_size_of_adams(run):
     np.testing.assert_allclose(update, -np.sqrt(15 / 3) * u @ vt, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["adamw", "shampoo"])
+def test_two_rates_are_one_optimiser_for_matrices_and_adamw_for_the_rest(run, name):
+    """The matrices' updates are those of the plain optimiser at the matrices' rate; clipping is over all gradients."""
+    variants = run.load_variants(str(run.HERE / "optimizers.py")) | {"adamw": run.run_file(run.HERE / "base.py").adamw}
+    rng, model = np.random.default_rng(0), GPTConfig(n_layer=1, n_head=1, n_embd=8)
+    grads = {"wte": {"embedding": 9.0}, "h_0": {"mlp": {"c_fc": {"kernel": 3.0}}}}
+    grads = jax.tree.map(lambda x: x * rng.normal(size=(6, 4)).astype(np.float32), grads)
+
+    def update(optim, **fields):
+        optimizer = dataclasses.replace(optim, **fields).make_optimizer(9, model=model)
+        return optimizer.update(grads, optimizer.init(grads), grads)[0]
+
+    found = update(variants[f"{name}, two rates"].optim, muon_learning_rate=3e-3, learning_rate=1e-2)
+    matrix = update(variants[name].optim, learning_rate=3e-3)
+    table = update(variants["adamw"].optim, learning_rate=1e-2, beta2=variants[f"{name}, two rates"].optim.beta2)
+    chex.assert_trees_all_close(found, {"wte": table["wte"], "h_0": matrix["h_0"]}, rtol=1e-5)
+
+
 def test_the_rank_correlation_has_ties(run):
     assert run.rank(np.array([3.0, 1.0, 3.0, 0.0])).tolist() == [2.5, 1.0, 2.5, 0.0]
     assert run.spearman(np.array([1, 2, 2, 9]), np.array([10, 20, 20, 30])) == pytest.approx(1.0)
@@ -56,7 +75,7 @@ def test_a_report_orders_what_all_have_and_counts_the_rest(run, tmp_path, monkey
     names = list(run.OVER)
     losses = {
         name: {str(n): {str(s): [2.0 + 0.01 * (i + s) - n / 400, 1.0] for s in range(4)} for n in (50, 100, 200)}
-        for i, name in enumerate(names)
+        for i, name in enumerate((*names, *run.NEARER))
     }
     del losses["lion"]["200"]["3"]
     write(run, "optimizers", {"88": losses})
@@ -68,8 +87,8 @@ def test_a_report_orders_what_all_have_and_counts_the_rest(run, tmp_path, monkey
     seeds, by_name = run.losses_at(88)
     assert seeds == [0, 1, 2] and by_name["sgd"].shape == (2, 3)
     text = run.report()
-    assert "width 88, 3 seeds" in text and "width 176: fewer than two seeds" in text
-    assert [row.split(" |")[0][2:] for row in text.splitlines() if "(0.0100)" in row] == names
+    assert "width 88, 12 optimisers, 3 seeds" in text and "width 176, 12 optimisers: fewer than two seeds" in text
+    assert [row.split(" |")[0][2:] for row in text.splitlines() if "(0.0100)" in row] == [*names, *names, *run.NEARER]
     assert "| adamw | 1.7700 | 1.5200 (0.0100) | 200 (200 to 200) |" in text
     assert "| DyT | +0.3001" in text and "lower than the best so far: 1 of 200" in text
     draw = script("laptop/draw")

@@ -104,12 +104,13 @@ def test_a_resumed_run_finds_the_step_compiled():
     assert [x for x in jax.tree.leaves(state) if x.weak_type] == []
 
 
-def test_the_cache_of_compiled_programs_is_bounded(tmp_path, monkeypatch, private_cache):
+def test_the_cache_of_compiled_programs_is_bounded_and_the_users_alone(tmp_path, monkeypatch, private_cache):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
     try:
         enable_compilation_cache()
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla")
+        assert (tmp_path / "xla").stat().st_mode & 0o777 == 0o700
         assert 2**28 <= jax.config.jax_compilation_cache_max_size <= 2**33
     finally:
         keep_compiled(private_cache)  # as it was

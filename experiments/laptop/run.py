@@ -10,9 +10,12 @@ Change      All runs have the text, batch and model of `base.py`. Each optimiser
             100 and to 200 steps, each with a complete schedule, with seeds 0 to 19. The target of a width is AdamW's
             mean loss after 200 steps. Steps to it are a straight line between two losses over the logarithm of the steps;
             where they are more than 200 they are extrapolated. Added after the first two seeds: Muon and its two
-            relatives are also trained to 50 steps, since after 100 they are below the target.
+            relatives are also trained to 50 steps, since after 100 they are below the target. Added after ten seeds:
+            five more optimisers, which are nearer to track 3's, see NEARER. They are tuned alike, and have 50, 100 and
+            200 steps.
 Command     python experiments/laptop/run.py sweeps --text shakespeare.txt
             python experiments/laptop/run.py optimizers --width 88 --text shakespeare.txt     # then 176 and 352
+            python experiments/laptop/run.py nearer --text shakespeare.txt
             python experiments/laptop/run.py ideas --text shakespeare.txt
             python experiments/laptop/run.py null --text shakespeare.txt
             python experiments/laptop/run.py report
@@ -27,6 +30,9 @@ Expected    Written before the first run. In the order of steps, fewest first: N
             differently, smear and skips are noise and the second token is worse. Of 200 null edits, "keep it if the loss
             is lower" accepts 80 to 120 against one run of the baseline, and 3 to 9 against the best so far. `jaxgpt
             study` with three seeds accepts 1 to 9.
+            Of the five that were added, written after ten seeds of the others and one untuned run of 66 steps of each:
+            AdamW with two rates needs 170 steps, Shampoo 105, SOAP 115 and with a new basis in each step 95, still more
+            than Muon, and Muon without momentum 150. The rank correlation with track 3 is then 0.7 to 0.95.
 Result      see ../../docs/laptop-and-pod.md.
 Verdict     see ../../docs/laptop-and-pod.md.
 """
@@ -39,7 +45,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -57,10 +63,13 @@ from jaxgpt.tools.sweep import sweep
 HERE = Path(__file__).resolve().parent
 RESULTS, RUNS = HERE.parent / "results" / "laptop", Path("runs/laptop")
 SEEDS, STEPS, WIDTHS = range(20), (100, 200), (88, 176, 352)
-FAST = dict.fromkeys(("muon", "normuon", "polar express"), (50, *STEPS))  # lengths of the fastest
 TRIALS, FINAL_SEEDS = 9, 2  # of each sweep
 RATE, BETA2 = "optim.learning_rate=1e-3..2e-2", "optim.beta2=0.9..0.99"
-MUON = ("optim.muon_learning_rate=4e-3..4e-2", "optim.learning_rate=3e-3..3e-2")
+TABLES = "optim.learning_rate=3e-3..3e-2"
+MUON, TWO_RATES = (
+    ("optim.muon_learning_rate=4e-3..4e-2", TABLES),
+    ("optim.muon_learning_rate=1e-3..2e-2", TABLES),
+)
 # What is tuned: the learning rate over a factor of ten to a hundred, and one other field.
 OVER = {
     "sgd": ("optim.learning_rate=0.05..5", "optim.momentum=0.8..0.98"),
@@ -76,6 +85,16 @@ OVER = {
     "cautious adamw": (RATE, BETA2),
     "prodigy": ("optim.learning_rate=0.3..5", "optim.beta2=0.9..0.999"),
 }
+# Track 3 gives tables a learning rate of their own with every optimiser, its SOAP turns its basis in each step, and it has
+# Muon without momentum. These five do so too.
+NEARER = {
+    "adamw, two rates": TWO_RATES,
+    "shampoo, two rates": TWO_RATES,
+    "soap, two rates": TWO_RATES,
+    "soap, two rates, each step": TWO_RATES,
+    "muon without momentum": MUON,
+}
+FAST = dict.fromkeys(("muon", "normuon", "polar express", *NEARER), (50, *STEPS))  # lengths of the fastest
 # Ideas: what changes in the model, or the page of the shelf that has it; the published sign, + for a lower loss at equal
 # steps and - for a higher one, None where the two projects differ; and where it was published (nanochat's log at commit
 # 92d63d4, records of modded-nanogpt's track 1 at f411b3d).
@@ -95,9 +114,11 @@ IDEAS = {
     "a second token": ("multi_token_prediction", None, "equal or slightly worse (nanochat 2026-01-12); record 53"),
 }
 NULL_EDITS, NULL_SEEDS, NULL_STEPS = 200, 3, STEPS[0]
-# Steps to 3.28, by the number of the result. Adam's is called "most likely undertuned" there, and is a single run.
+# Steps to 3.28: results 27, 36, 10, 21 and 2. Adam's is called "most likely undertuned" there, and is a single run.
 TRACK_3 = {"soap": 3125, "muon": 3250, "normuon": 3250, "shampoo": 4100, "adamw": 5625}
-RESULT_OF = {"soap": 27, "muon": 36, "normuon": 10, "shampoo": 21, "adamw": 2}
+# The same, and result 22, for what is nearer to it.
+NEARER_TRACK_3 = {"soap, two rates, each step": 3125, "muon": 3250, "normuon": 3250, "shampoo, two rates": 4100}
+NEARER_TRACK_3 |= {"adamw, two rates": 5625, "muon without momentum": 8225}
 
 
 # The order of steps that was expected before the first run.
@@ -106,7 +127,7 @@ PREDICTED += ["adafactor", "prodigy", "lion", "sgd"]
 
 
 def optimizers() -> dict[str, OptimConfig]:
-    """Return the twelve with the shelf's values."""
+    """Return all with the shelf's values: the twelve, then those nearer to track 3."""
     fixed, new = run_file(HERE / "base.py"), load_variants(str(HERE / "optimizers.py"))
     pages = {
         name: load_experiment(str(HERE.parent / "zoo" / f"{name}.py")).optim
@@ -118,7 +139,8 @@ def optimizers() -> dict[str, OptimConfig]:
     found |= {name.replace("_", " "): pages[name] for name in ("lion", "soap", "normuon", "polar_express")}
     found["schedule-free"] = pages["schedule_free"]
     found["cautious adamw"] = dataclasses.replace(pages["cautious_weight_decay"], **cautious)
-    return {name: found[name] for name in OVER}
+    found["muon without momentum"] = dataclasses.replace(fixed.experiment.optim, momentum=0.0)
+    return {name: found[name] for name in (*OVER, *NEARER)}
 
 
 def experiment_of(optim: OptimConfig, width: int, steps: int, text: str) -> Experiment:
@@ -166,18 +188,18 @@ def processor() -> str:
     return described.rpartition(", ")[0]  # without the number of cores
 
 
-def run_sweeps(part: slice, text: str) -> None:
-    """Tune each optimiser that has no result yet."""
-    for name, optim in list(optimizers().items())[part]:
+def run_sweeps(over: dict[str, tuple[str, ...]], part: slice, text: str) -> None:
+    """Tune each optimiser that has no result yet. over: what of each."""
+    shelf = optimizers()
+    for name in list(over)[part]:
         if name in read("sweeps"):
             continue
         began, directory = time.perf_counter(), RUNS / "sweeps" / name.replace(" ", "-")
-        experiment = dataclasses.replace(
-            experiment_of(optim, WIDTHS[0], max(STEPS), text), name=f"laptop-{name.replace(' ', '-')}"
-        )
-        found = sweep(over=OVER[name], trials=TRIALS, seeds=FINAL_SEEDS, run_dir=str(directory), experiment=experiment)
+        experiment = experiment_of(shelf[name], WIDTHS[0], max(STEPS), text)
+        experiment = dataclasses.replace(experiment, name=f"laptop-{name.replace(' ', '-').replace(',', '')}")
+        found = sweep(over=over[name], trials=TRIALS, seeds=FINAL_SEEDS, run_dir=str(directory), experiment=experiment)
         trials = [[*trial.point.values(), *map(mean, trial.losses)] for trial in found.trials]
-        value = {"over": OVER[name], "winner": found.trials[0].point, "trials": trials}
+        value = {"over": over[name], "winner": found.trials[0].point, "trials": trials}
         seconds = round(time.perf_counter() - began, 1)
         add("sweeps", [name], value | {"seconds": seconds, "processor": processor()})
         shutil.rmtree(directory)
@@ -211,35 +233,34 @@ def run_one(file: str, keys: list[str], experiment: Experiment, seed: int) -> No
     print(f"{file} {' '.join(keys)} seed {seed}: {loss}", flush=True)
 
 
-def run_optimizers(width: int, part: slice, text: str) -> None:
-    """Train all optimisers at a width, seed by seed, so that what is interrupted is complete for some seeds."""
-    tuned, shelf = read("sweeps"), optimizers()
-    if missing := shelf.keys() - tuned.keys():
+def tuned(names: list[str]) -> dict[str, OptimConfig]:
+    """Return optimisers with the fields that their sweeps found."""
+    sweeps, shelf = read("sweeps"), optimizers()
+    if missing := set(names) - sweeps.keys():
         raise UserError(f"{', '.join(sorted(missing))} are not tuned yet: run the sweeps first")
-    lengths = [(name, steps) for name in shelf for steps in FAST.get(name, STEPS)]
+    points = {name: sweeps[name]["winner"].items() for name in names}
+    fields = {name: {key.removeprefix("optim."): value for key, value in point} for name, point in points.items()}
+    return {name: dataclasses.replace(shelf[name], **fields[name]) for name in names}
+
+
+def run_optimizers(names: list[str], width: int, part: slice, text: str) -> None:
+    """Train optimisers at a width, seed by seed, so that what is interrupted is complete for some seeds."""
+    optims = tuned(names)
+    lengths = [(name, steps) for name in names for steps in FAST.get(name, STEPS)]
     for seed, (name, steps) in itertools.product(SEEDS[part], lengths):
-        point = {field.removeprefix("optim."): value for field, value in tuned[name]["winner"].items()}
-        optim = dataclasses.replace(shelf[name], **point)
-        run_one("optimizers", [str(width), name, str(steps)], experiment_of(optim, width, steps, text), seed)
-
-
-def tuned_muon() -> OptimConfig:
-    """Return Muon with the fields that the sweep found."""
-    point = read("sweeps")["muon"]["winner"]
-    fields = {field.removeprefix("optim."): value for field, value in point.items()}
-    return dataclasses.replace(optimizers()["muon"], **fields)
+        run_one("optimizers", [str(width), name, str(steps)], experiment_of(optims[name], width, steps, text), seed)
 
 
 def run_ideas(part: slice, text: str) -> None:
     """Train the baseline and all ideas with Muon as it was tuned for the baseline, seed by seed."""
-    optim = tuned_muon()
+    (optim,) = tuned(["muon"]).values()
     for seed, name in itertools.product(SEEDS[part], ["baseline", *IDEAS]):
         run_one("ideas", [name], idea_of(name, optim, text), seed)
 
 
 def run_null(part: slice, text: str) -> None:
     """Train the baseline with new seeds: each edit changes the seeds and nothing else."""
-    experiment = experiment_of(tuned_muon(), WIDTHS[0], NULL_STEPS, text)
+    experiment = experiment_of(tuned(["muon"])["muon"], WIDTHS[0], NULL_STEPS, text)
     for seed in range((1 + NULL_EDITS) * NULL_SEEDS)[part]:
         run_one("null", ["baseline"], experiment, seed)
 
@@ -256,10 +277,10 @@ def steps_to(target: float, lengths: tuple[int, ...], losses: np.ndarray) -> flo
     return float(np.exp(x[1] + (y[1] - target) / (y[0] - y[1]) * (x[1] - x[0])))
 
 
-def losses_at(width: int) -> tuple[list[int], dict[str, np.ndarray]]:
-    """Return the seeds that all optimisers have at a width, and for each optimiser its losses [lengths, seeds]."""
+def losses_at(width: int, names: Iterable[str] = OVER) -> tuple[list[int], dict[str, np.ndarray]]:
+    """Return the seeds that these optimisers have at a width, and for each optimiser its losses [lengths, seeds]."""
     found = read("optimizers").get(str(width), {})
-    runs = {name: [found.get(name, {}).get(str(n), {}) for n in FAST.get(name, STEPS)] for name in OVER}
+    runs = {name: [found.get(name, {}).get(str(n), {}) for n in FAST.get(name, STEPS)] for name in names}
     seeds = [seed for seed in SEEDS if all(str(seed) in run for by_length in runs.values() for run in by_length)]
     pick = lambda run: [np.nan if run[str(s)][0] is None else run[str(s)][0] for s in seeds]  # noqa: E731
     return seeds, {name: np.array(list(map(pick, by_length)), float) for name, by_length in runs.items()}
@@ -276,9 +297,9 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.corrcoef(rank(a), rank(b))[0, 1])
 
 
-def bootstrap(width: int, draws: int = 2000) -> Iterator[dict[str, float]]:
-    """Yield the steps of each optimiser with seeds drawn with replacement. The first has the seeds as they are."""
-    seeds, losses = losses_at(width)
+def bootstrap(width: int, names: Iterable[str] = OVER, draws: int = 2000) -> Iterator[dict[str, float]]:
+    """Yield the steps of optimisers with seeds drawn with replacement. The first has the seeds as they are."""
+    seeds, losses = losses_at(width, names)
     rng = np.random.default_rng(0)
     for draw in range(draws + 1):
         chosen = np.arange(len(seeds)) if draw == 0 else rng.integers(0, len(seeds), len(seeds))
@@ -323,13 +344,36 @@ def agreement(signs: list[bool], draws: int = 2000) -> tuple[float, float, float
     return float(np.mean(signs)), *map(float, np.percentile(drawn, [2.5, 97.5]))
 
 
+def report_steps(width: int, names: list[str], orders: dict[str, dict[str, float]]) -> list[str]:
+    """Return a table of the steps of optimisers at a width, and their rank correlation with other orders."""
+    seeds, losses = losses_at(width, names)
+    if len(seeds) < 2:
+        return [f"width {width}, {len(names)} optimisers: fewer than two seeds are complete", ""]
+    first, *others = bootstrap(width, names)
+    lines = [f"width {width}, {len(names)} optimisers, {len(seeds)} seeds", ""]
+    lines += ["| optimiser | loss after 100 | after 200 (sd) | steps (95%) |", "|---|---|---|---|"]
+    for name in sorted(first, key=first.__getitem__):
+        low, high = np.percentile([draw[name] for draw in others], [2.5, 97.5])
+        *_, short, long = losses[name]
+        spread = f"{long.mean():.4f} ({long.std(ddof=1):.4f})"
+        lines.append(f"| {name} | {short.mean():.4f} | {spread} | {first[name]:.0f} ({low:.0f} to {high:.0f}) |")
+    for whose, order in orders.items():
+        theirs = np.array(list(order.values()))
+        agreed = [spearman(np.array([draw[name] for name in order]), theirs) for draw in (first, *others)]
+        low, high = np.percentile(agreed[1:], [2.5, 97.5])
+        lines += ["", f"rank correlation with {whose} {len(order)}: {agreed[0]:.2f} ({low:.2f} to {high:.2f})"]
+    return [*lines, ""]
+
+
 def report() -> str:
     """Return what is known so far."""
-    tuned = read("sweeps")
+    sweeps = read("sweeps")
     lines = ["| optimiser | what the sweep found | loss, two seeds | seconds |", "|---|---|---|---|"]
-    for name in sorted(tuned, key=lambda name: tuned[name]["trials"][0][-1]):
-        point = ", ".join(f"{field.removeprefix('optim.')} {value:g}" for field, value in tuned[name]["winner"].items())
-        lines.append(f"| {name} | {point} | {tuned[name]['trials'][0][-1]:.4f} | {tuned[name]['seconds']:.0f} |")
+    for name in sorted(sweeps, key=lambda name: sweeps[name]["trials"][0][-1]):
+        point = ", ".join(
+            f"{field.removeprefix('optim.')} {value:g}" for field, value in sweeps[name]["winner"].items()
+        )
+        lines.append(f"| {name} | {point} | {sweeps[name]['trials'][0][-1]:.4f} | {sweeps[name]['seconds']:.0f} |")
     runs = [
         run
         for by in read("optimizers").values()
@@ -338,32 +382,12 @@ def report() -> str:
         for y in x.values()
         for run in y.values()
     ]
-    hours = sum(sweep["seconds"] for sweep in tuned.values()) / 3600, sum(seconds for _, seconds in runs) / 3600
+    hours = sum(sweep["seconds"] for sweep in sweeps.values()) / 3600, sum(seconds for _, seconds in runs) / 3600
     lines += ["", f"core-hours: {hours[0]:.2f} of sweeps, {hours[1]:.2f} of {len(runs)} runs", ""]
+    places = {name: float(place) for place, name in enumerate(PREDICTED)}
     for width in WIDTHS:
-        seeds, losses = losses_at(width)
-        if len(seeds) < 2:
-            lines.append(f"width {width}: fewer than two seeds are complete")
-            continue
-        first, *others = bootstrap(width)
-        lines += [
-            f"width {width}, {len(seeds)} seeds",
-            "",
-            "| optimiser | loss after 100 | after 200 (sd) | steps (95%) |",
-        ]
-        lines.append("|---|---|---|---|")
-        for name in sorted(first, key=first.__getitem__):
-            low, high = np.percentile([draw[name] for draw in others], [2.5, 97.5])
-            *_, short, long = losses[name]
-            spread = f"{long.mean():.4f} ({long.std(ddof=1):.4f})"
-            lines.append(f"| {name} | {short.mean():.4f} | {spread} | {first[name]:.0f} ({low:.0f} to {high:.0f}) |")
-        places = {name: float(place) for place, name in enumerate(PREDICTED)}
-        for whose, order in (("track 3's", TRACK_3), ("the predicted", places)):
-            theirs = np.array([order[name] for name in order])
-            agreed = [spearman(np.array([draw[name] for name in order]), theirs) for draw in (first, *others)]
-            low, high = np.percentile(agreed[1:], [2.5, 97.5])
-            lines += ["", f"rank correlation with {whose} {len(order)}: {agreed[0]:.2f} ({low:.2f} to {high:.2f})"]
-        lines.append("")
+        lines += report_steps(width, list(OVER), {"track 3's": TRACK_3, "the predicted": places})
+    lines += report_steps(WIDTHS[0], [*OVER, *NEARER], {"track 3's": NEARER_TRACK_3})
     if found := compare_ideas():
         lines += ["", f"ideas, {len(found[0].losses)} seeds", "", "| idea | difference | here | at scale | by |"]
         lines.append("|---|---|---|---|---|")
@@ -383,7 +407,7 @@ def report() -> str:
 def main() -> None:
     """Run a block, or report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("block", choices=("sweeps", "optimizers", "ideas", "null", "report"))
+    parser.add_argument("block", choices=("sweeps", "optimizers", "nearer", "ideas", "null", "report"))
     parser.add_argument("--text", help="file of Tiny Shakespeare")
     parser.add_argument("--width", type=int, choices=WIDTHS, default=WIDTHS[0])
     parser.add_argument("--part", default="0/1", help="this part of how many: 0/2 and 1/2 are halves")
@@ -396,10 +420,15 @@ def main() -> None:
     number, of = map(int, options.part.split("/"))
     jaxgpt.configure_jax()
     part = slice(number, None, of)
-    if options.block == "optimizers":
-        run_optimizers(options.width, part, options.text)
+    if options.block == "sweeps":
+        run_sweeps(OVER, part, options.text)
+    elif options.block == "optimizers":
+        run_optimizers(list(OVER), options.width, part, options.text)
+    elif options.block == "nearer":
+        run_sweeps(NEARER, part, options.text)
+        run_optimizers(list(NEARER)[part], WIDTHS[0], slice(None), options.text)
     else:
-        {"sweeps": run_sweeps, "ideas": run_ideas, "null": run_null}[options.block](part, options.text)
+        {"ideas": run_ideas, "null": run_null}[options.block](part, options.text)
 
 
 if __name__ == "__main__":
