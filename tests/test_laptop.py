@@ -89,7 +89,7 @@ def test_a_report_orders_what_all_have_and_counts_the_rest(run, tmp_path, monkey
     text = run.report()
     assert "width 88, 12 optimisers, 3 seeds" in text and "width 176, 12 optimisers: fewer than two seeds" in text
     assert [row.split(" |")[0][2:] for row in text.splitlines() if "(0.0100)" in row] == [*names, *names, *run.NEARER]
-    assert "| adamw | 1.7700 | 1.5200 (0.0100) | 200 (200 to 200) |" in text
+    assert "| adamw |  | 1.7700 (0.0100) | 1.5200 (0.0100) | 200 (200 to 200) |" in text
     assert "| DyT | +0.3001" in text and "lower than the best so far: 1 of 200" in text
     draw = script("laptop/draw")
     monkeypatch.setattr(draw, "IMAGES", tmp_path)
