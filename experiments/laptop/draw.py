@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
-COLOURS = {88: "#c8590a", 176: "#1f5fa8", 352: "#2f7d4f", 768: "#222222"}
+COLOURS = ("#c8590a", "#8a4fa8", "#1f5fa8", "#2f7d4f")
 
 
 def new(height: float) -> tuple[Figure, Axes]:
@@ -23,22 +23,26 @@ def new(height: float) -> tuple[Figure, Axes]:
 
 def optimizers() -> Figure | None:
     """Plot the steps to AdamW's loss by optimiser and width, beside track 3's, all relative to AdamW's steps."""
-    draws = {width: list(run.bootstrap(width)) for width in run.WIDTHS if len(run.losses_at(width)[0]) > 1}
-    if not draws:
+    ours, nearer = {name: name for name in run.OVER}, {name: name.split(",")[0] for name in run.NEARER_TRACK_3}
+    blocks = [(88, ours, "0.4M parameters", "o"), (88, nearer, "0.4M, set as in track 3", "s")]
+    blocks += [(176, ours, "1.5M", "^"), (352, ours, "6.0M", "v")]
+    blocks = [block for block in blocks if len(run.losses_at(block[0], [*run.OVER, *block[1]])[0]) > 1]
+    if not blocks:
         return None
-    figure, ax = new(4.6)
-    first = next(iter(draws.values()))[0]
-    names = sorted(first, key=lambda name: first[name])
-    for place, (width, (middle, *others)) in enumerate(draws.items()):
-        low, high = np.percentile([[draw[name] for name in names] for draw in others], [2.5, 97.5], axis=0)
-        x = np.array([middle[name] for name in names])
-        rows = np.arange(len(names)) + 0.18 * (place - 1)
-        label = {88: "0.4M parameters", 176: "1.5M", 352: "6.0M"}[width]
+    figure, ax = new(5.2)
+    first = next(run.bootstrap(blocks[0][0]))
+    names = [*sorted(first, key=first.__getitem__), "muon without momentum"]
+    for place, (width, shown, label, mark) in enumerate(blocks):
+        shown = {name: row for name, row in shown.items() if shown is ours or name in run.NEARER}
+        middle, *others = run.bootstrap(width, [*run.OVER, *set(shown).difference(run.OVER)])
+        low, high = np.percentile([[draw[name] for name in shown] for draw in others], [2.5, 97.5], axis=0)
+        x = np.array([middle[name] for name in shown])
+        rows = [names.index(row) + 0.2 * (place - (len(blocks) - 1) / 2) for row in shown.values()]
         errors = np.abs([x - low, high - x]) / run.STEPS[1]
-        ax.errorbar(x / run.STEPS[1], rows, xerr=errors, fmt="o", ms=4, capsize=2, color=COLOURS[width], label=label)
-    rows = [names.index(name) for name in run.TRACK_3]
-    theirs = [steps / run.TRACK_3["adamw"] for steps in run.TRACK_3.values()]
-    ax.plot(theirs, rows, "D", ms=6, mfc="none", color=COLOURS[768], label="124M (track 3)")
+        ax.errorbar(x / run.STEPS[1], rows, xerr=errors, fmt=mark, ms=4, capsize=2, color=COLOURS[place], label=label)
+    rows = [names.index(row) for row in nearer.values()]
+    theirs = [steps / run.TRACK_3["adamw"] for steps in run.NEARER_TRACK_3.values()]
+    ax.plot(theirs, rows, "D", ms=6, mfc="none", color="#222222", label="124M (track 3)")
     ax.set(xscale="log", yticks=range(len(names)), yticklabels=names, xlabel="steps to AdamW's loss / AdamW's steps")
     ax.set(ylim=(len(names) - 0.5, -0.5))
     ax.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda x, _: f"{x:g}"))
