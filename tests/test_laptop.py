@@ -37,7 +37,7 @@ def test_steps_to_a_loss_are_those_of_a_straight_line(run):
 
 def test_the_first_step_of_shampoo_is_orthogonal_with_the_size_of_adams(run):
     """The fourth roots of G G^T and G^T G turn G = U S V^T into U V^T, and Adam's first step is the gradient's sign."""
-    optim = dataclasses.replace(run.load_variants(str(run.HERE / "optimizers.py"))["shampoo"].optim, warmup_steps=0)
+    optim = dataclasses.replace(run.NEW.variants["shampoo"].optim, warmup_steps=0)
     optim = dataclasses.replace(optim, grad_clip=None, weight_decay=0.0, learning_rate=1.0)
     optimizer = optim.make_optimizer(2, model=GPTConfig(n_layer=1, n_head=1, n_embd=8))
     grads = {"h_0": {"mlp": {"c_fc": {"kernel": np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)}}}}
@@ -49,7 +49,7 @@ def test_the_first_step_of_shampoo_is_orthogonal_with_the_size_of_adams(run):
 @pytest.mark.parametrize("name", ["adamw", "shampoo"])
 def test_two_rates_are_one_optimiser_for_matrices_and_adamw_for_the_rest(run, name):
     """The matrices' updates are those of the plain optimiser at the matrices' rate; clipping is over all gradients."""
-    variants = run.load_variants(str(run.HERE / "optimizers.py")) | {"adamw": run.run_file(run.HERE / "base.py").adamw}
+    optims = run.optimizers()
     rng, model = np.random.default_rng(0), GPTConfig(n_layer=1, n_head=1, n_embd=8)
     grads = {"wte": {"embedding": 9.0}, "h_0": {"mlp": {"c_fc": {"kernel": 3.0}}}}
     grads = jax.tree.map(lambda x: x * rng.normal(size=(6, 4)).astype(np.float32), grads)
@@ -58,9 +58,9 @@ def test_two_rates_are_one_optimiser_for_matrices_and_adamw_for_the_rest(run, na
         optimizer = dataclasses.replace(optim, **fields).make_optimizer(9, model=model)
         return optimizer.update(grads, optimizer.init(grads), grads)[0]
 
-    found = update(variants[f"{name}, two rates"].optim, muon_learning_rate=3e-3, learning_rate=1e-2)
-    matrix = update(variants[name].optim, learning_rate=3e-3)
-    table = update(variants["adamw"].optim, learning_rate=1e-2, beta2=variants[f"{name}, two rates"].optim.beta2)
+    found = update(optims[f"{name}, two rates"], muon_learning_rate=3e-3, learning_rate=1e-2)
+    matrix = update(optims[name], learning_rate=3e-3)
+    table = update(optims["adamw"], learning_rate=1e-2, beta2=optims[f"{name}, two rates"].beta2)
     chex.assert_trees_all_close(found, {"wte": table["wte"], "h_0": matrix["h_0"]}, rtol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Four optimisers that the shelf does not have: SGD with momentum, Adafactor, Shampoo and Prodigy, and three in two parts.
+"""Four optimisers that the shelf does not have: SGD with momentum, Adafactor, Shampoo and Prodigy.
 
 Question    none of its own: `run.py` compares them with eight of the shelf and of jaxgpt.
 Reference   SGD with Nesterov's momentum: Sutskever et al. 2013. Adafactor: Shazeer and Stern 2018, arXiv:1804.04235,
@@ -8,8 +8,6 @@ Reference   SGD with Nesterov's momentum: Sutskever et al. 2013. Adafactor: Shaz
 Change      Clipping, schedule and weight decay are the baseline's, and SGD and Prodigy have no decay, which their
             learning rate near 1 would multiply. All but Shampoo's matrices are Optax's. muP: the update of Adam's size
             takes `scale_by_width`. SGD's takes table 3 of arXiv:2203.03466: tables and vectors times width / base width.
-            Muon leaves tables to AdamW, with a rate of their own. So does track 3 with AdamW, Shampoo and SOAP, and so
-            do the three variants in two parts.
 Command     jaxgpt train experiments/laptop/optimizers.py --data.path shakespeare.txt      # Shampoo
 Expected    see run.py.
 Result      see run.py.
@@ -17,7 +15,6 @@ Verdict     see run.py.
 """
 
 import dataclasses
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import base
@@ -27,11 +24,8 @@ import optax
 
 import jaxgpt
 from jaxgpt import GPTConfig, OptimConfig
-from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.config.validate import Count, PositiveFloat, Size
 from jaxgpt.optim import label_parameters, scale_by_width
-
-SHELF = Path(__file__).resolve().parents[1] / "zoo"
 
 
 def chain(
@@ -179,39 +173,6 @@ class ShampooConfig(OptimConfig):
         return updates, (count + 1, states)
 
 
-class TwoRates:
-    """Keep an optimiser for matrices, at `muon_learning_rate`, and leave all else to AdamW at `learning_rate`."""
-
-    def make_optimizer(self, steps: int, *, model: GPTConfig) -> optax.GradientTransformation:
-        """Return the two parts after one clipping."""
-        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(OptimConfig)} | {
-            "grad_clip": None
-        }
-        ours = dataclasses.replace(self, grad_clip=None, learning_rate=self.muon_learning_rate)
-        matrices = super(TwoRates, ours).make_optimizer(steps, model=model)
-        adamw = OptimConfig(**plain).make_optimizer(steps, model=model)
-        choose = lambda params: label_parameters(params, model.label_parameter)  # noqa: E731
-        return optax.chain(
-            optax.identity() if self.grad_clip is None else optax.clip_by_global_norm(self.grad_clip),
-            optax.partition({"matrix": matrices, "table": adamw, "vector": adamw}, choose),
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TwoRatesAdamWConfig(TwoRates, OptimConfig):
-    """AdamW with a rate for matrices and one for the rest."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TwoRatesShampooConfig(TwoRates, ShampooConfig):
-    """Shampoo for matrices, AdamW for the rest."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TwoRatesSoapConfig(TwoRates, type(load_experiment(str(SHELF / "soap.py")).optim)):
-    """SOAP for matrices, AdamW for the rest."""
-
-
 def _with(kind: type[OptimConfig], **fields: Any) -> jaxgpt.Experiment:
     given = {f.name: getattr(base.adamw.optim, f.name) for f in dataclasses.fields(OptimConfig)}
     if kind in (SGDConfig, ProdigyConfig):
@@ -224,10 +185,6 @@ variants = {
     "adafactor": _with(AdafactorConfig),
     "shampoo": _with(ShampooConfig, beta2=0.95),
     "prodigy": _with(ProdigyConfig, learning_rate=1.0),
-    "adamw, two rates": _with(TwoRatesAdamWConfig),
-    "shampoo, two rates": _with(TwoRatesShampooConfig, beta2=0.95),
-    "soap, two rates": _with(TwoRatesSoapConfig, beta2=0.95),
-    "soap, two rates, each step": _with(TwoRatesSoapConfig, beta2=0.95, refresh_every=1),
 }
 experiment = variants["shampoo"]
 

@@ -58,7 +58,7 @@ from filelock import FileLock
 
 import jaxgpt
 from jaxgpt import Experiment, OptimConfig, UserError
-from jaxgpt.cli.experiment_file import load_experiment, load_variants
+from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.errors import Diverged
 from jaxgpt.files import write_whole
 from jaxgpt.runs.code import run_file
@@ -66,6 +66,7 @@ from jaxgpt.tools.study import Comparison, compare_losses
 from jaxgpt.tools.sweep import sweep
 
 HERE = Path(__file__).resolve().parent
+NEW, SOAP = run_file(HERE / "optimizers.py"), run_file(HERE.parent / "zoo" / "soap.py")
 RESULTS, RUNS = HERE.parent / "results" / "laptop", Path("runs/laptop")
 SEEDS, STEPS, WIDTHS = range(20), (100, 200), (88, 176, 352)
 TRIALS, FINAL_SEEDS = 9, 2  # of each sweep
@@ -132,19 +133,34 @@ PREDICTED = ["normuon", "muon", "polar express", "soap", "shampoo", "cautious ad
 PREDICTED += ["adafactor", "prodigy", "lion", "sgd"]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TwoRatesAdamWConfig(SOAP.matrices.TwoRates, OptimConfig):
+    """AdamW with a rate for matrices and one for the rest."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TwoRatesShampooConfig(SOAP.matrices.TwoRates, NEW.ShampooConfig):
+    """Shampoo for matrices, AdamW for the rest."""
+
+
 def optimizers() -> dict[str, OptimConfig]:
     """Return all with the shelf's values: the twelve, then those nearer to track 3."""
-    fixed, new = run_file(HERE / "base.py"), load_variants(str(HERE / "optimizers.py"))
+    fixed = run_file(HERE / "base.py")
     pages = {
         name: load_experiment(str(HERE.parent / "zoo" / f"{name}.py")).optim
         for name in ("lion", "soap", "normuon", "polar_express", "schedule_free", "cautious_weight_decay")
     }
     cautious = {"name": "adamw", "learning_rate": 4e-3, "cautious_decay": False, "cautious_updates": True}
-    found = {name: experiment.optim for name, experiment in new.items()}
+    found = {name: experiment.optim for name, experiment in NEW.variants.items()}
     found |= {"adamw": fixed.adamw.optim, "muon": fixed.experiment.optim}
     found |= {name.replace("_", " "): pages[name] for name in ("lion", "soap", "normuon", "polar_express")}
     found["schedule-free"] = pages["schedule_free"]
     found["cautious adamw"] = dataclasses.replace(pages["cautious_weight_decay"], **cautious)
+    fields = {field.name: getattr(fixed.adamw.optim, field.name) for field in dataclasses.fields(OptimConfig)}
+    found["adamw, two rates"], fields["beta2"] = TwoRatesAdamWConfig(**fields), 0.95
+    found["shampoo, two rates"] = TwoRatesShampooConfig(**fields)
+    found["soap, two rates"] = SOAP.SoapMatricesConfig(**fields)
+    found["soap, two rates, each step"] = SOAP.SoapMatricesConfig(**fields, refresh_every=1)
     found["muon without momentum"] = dataclasses.replace(fixed.experiment.optim, momentum=0.0)
     return {name: found[name] for name in (*OVER, *NEARER)}
 

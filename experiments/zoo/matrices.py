@@ -1,6 +1,6 @@
 """What the zoo's optimisers share: a rule for matrices of blocks, and jaxgpt's AdamW for all else.
 
-It is no page: `normuon.py` and `polar_express.py` import it.
+It is no page: `normuon.py`, `polar_express.py` and `soap.py` import it.
 """
 
 import dataclasses
@@ -44,11 +44,30 @@ def muon_like(
         optax.add_decayed_weights(config.weight_decay),
         optax.scale_by_learning_rate(lambda step: config.muon_learning_rate * relative(step)),
     )
+    return with_adamw(config, matrices, steps, model)
+
+
+def with_adamw(
+    config: OptimConfig, matrices: optax.GradientTransformation, steps: int, model: GPTConfig
+) -> optax.GradientTransformation:
+    """Return clipping over all gradients, then an update of the matrices, and jaxgpt's AdamW for the rest."""
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(OptimConfig)}
     adamw = OptimConfig(**fields | {"name": "adamw", "grad_clip": None}).make_optimizer(steps, model=model)
     return optax.chain(
         clip(config), optax.partition({"matrix": matrices, "table": adamw, "vector": adamw}, choose(model))
     )
+
+
+class TwoRates:
+    """Keep another optimiser for the matrices, at `muon_learning_rate`, and leave the rest to AdamW at `learning_rate`.
+
+    Muon does so by itself. A class that inherits this first, and then the optimiser's, is that optimiser in Muon's place.
+    """
+
+    def make_optimizer(self, steps: int, *, model: GPTConfig) -> optax.GradientTransformation:
+        """Return the two parts after one clipping."""
+        ours = dataclasses.replace(self, grad_clip=None, learning_rate=self.muon_learning_rate)
+        return with_adamw(self, super(TwoRates, ours).make_optimizer(steps, model=model), steps, model)
 
 
 def scale_by_shape(x_DF: jax.Array) -> jax.Array:

@@ -133,6 +133,11 @@ class SoapConfig(OptimConfig):
         return updates, (count + 1, states)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SoapMatricesConfig(matrices.TwoRates, SoapConfig):
+    """SOAP for the matrices of blocks at `muon_learning_rate`, AdamW for the rest at `learning_rate`."""
+
+
 experiment = dataclasses.replace(
     base.adamw, name="zoo-soap", optim=SoapConfig(**dataclasses.asdict(base.adamw.optim) | {"learning_rate": 4e-3})
 )
