@@ -53,6 +53,28 @@ def optimizers() -> Figure | None:
     return figure
 
 
+def lengths() -> Figure | None:
+    """Plot the losses of the six that track 3 has over the steps of complete runs, less Muon's."""
+    found = run.read("optimizers").get(str(run.WIDTHS[0]), {})
+    steps = (50, *run.STEPS, run.LONGER)
+    runs = {name: [found.get(name, {}).get(str(n), {}).values() for n in steps] for name in run.NEARER_TRACK_3}
+    if any(len(by_seed) < run.LONGER_SEEDS for by_length in runs.values() for by_seed in by_length):
+        return None
+    figure, ax = new(4.0)
+    means = {name: np.array([np.mean([loss for loss, _ in by_seed]) for by_seed in runs[name]]) for name in runs}
+    colours = ("#2f7d4f", "#222222", "#1f5fa8", "#8a4fa8", "#c8590a", "#8a8a8a")
+    for (name, losses), colour in zip(means.items(), colours, strict=True):
+        label = f"{name.split(',')[0]} ({run.NEARER_TRACK_3[name]:,} in track 3)"
+        ax.plot(steps, losses - means["muon"], "o-", ms=4, color=colour, label=label)
+    ax.set(
+        xscale="log", xticks=steps, xticklabels=steps, xlabel="steps of complete runs", ylabel="loss - Muon's (nats)"
+    )
+    ax.minorticks_off()
+    ax.grid(alpha=0.3)
+    figure.legend(loc="outside upper center", ncols=2, fontsize=8)
+    return figure
+
+
 def ideas() -> Figure | None:
     """Plot each idea's difference from the baseline with its interval, in the colour of its published sign."""
     found = run.compare_ideas()
@@ -91,7 +113,7 @@ def null() -> Figure | None:
 def main() -> None:
     """Draw all that has results."""
     mpl.rcParams["svg.hashsalt"] = "laptop"  # so that equal data give equal files
-    for name, figure in {"optimizers": optimizers(), "ideas": ideas(), "null": null()}.items():
+    for name, figure in {"optimizers": optimizers(), "lengths": lengths(), "ideas": ideas(), "null": null()}.items():
         if figure is not None:
             figure.savefig(IMAGES / f"laptop-{name}.svg", metadata={"Date": None})
 
