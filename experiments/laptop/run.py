@@ -387,6 +387,14 @@ def agreement(signs: list[bool], draws: int = 2000) -> tuple[float, float, float
     return float(np.mean(signs)), *map(float, np.percentile(drawn, [2.5, 97.5]))
 
 
+def agree(losses: list[np.ndarray], order: np.ndarray, draws: int = 2000) -> str:
+    """Return the rank correlation of mean losses, each [seeds], with an order, and its interval for draws of the seeds."""
+    by_seed, rng = np.array(losses), np.random.default_rng(0)
+    drawn = rng.integers(0, by_seed.shape[1], (draws, by_seed.shape[1]))
+    low, high = np.percentile([spearman(by_seed[:, seeds].mean(1), order) for seeds in drawn], [2.5, 97.5])
+    return f"{spearman(by_seed.mean(1), order):.2f} ({low:.2f} to {high:.2f})"
+
+
 def report_steps(width: int, names: list[str], orders: dict[str, dict[str, float]]) -> list[str]:
     """Return a table of the steps of optimisers at a width, and their rank correlation with other orders."""
     seeds, losses = losses_at(width, names)
@@ -408,8 +416,7 @@ def report_steps(width: int, names: list[str], orders: dict[str, dict[str, float
         low, high = np.percentile(agreed[1:], [2.5, 97.5])
         lines += ["", f"rank correlation with {whose} {len(order)}: {agreed[0]:.2f} ({low:.2f} to {high:.2f})"]
         if all(lengths_of(name, width)[-1] == STEPS[-1] for name in order):  # added after the runs
-            agreed = spearman(np.array([losses[name][-1].mean() for name in order]), theirs)
-            lines.append(f"and of the losses after {STEPS[-1]} steps: {agreed:.2f}")
+            lines.append(f"and of the losses after {STEPS[-1]} steps: {agree([losses[n][-1] for n in order], theirs)}")
     return [*lines, ""]
 
 
@@ -441,8 +448,8 @@ def report() -> str:
             "|---|---|",
         ]
         lines += [f"| {name} | {loss.mean():.4f} ({loss.std(ddof=1):.4f}) |" for name, loss in losses.items()]
-        agreed = spearman(np.array([loss.mean() for loss in losses.values()]), np.array(list(NEARER_TRACK_3.values())))
-        lines += ["", f"rank correlation of the losses with track 3's {len(losses)}: {agreed:.2f}", ""]
+        agreed = agree(list(losses.values()), np.array(list(NEARER_TRACK_3.values())))
+        lines += ["", f"rank correlation of the losses with track 3's {len(losses)}: {agreed}", ""]
     if found := compare_ideas():
         lines += ["", f"ideas, {len(found[0].losses)} seeds", "", "| idea | difference | here | at scale | by |"]
         lines.append("|---|---|---|---|---|")
