@@ -48,7 +48,7 @@ def test_the_first_step_of_shampoo_is_orthogonal_with_the_size_of_adams(run):
 
 @pytest.mark.parametrize("name", ["adamw", "shampoo"])
 def test_two_rates_are_one_optimiser_for_matrices_and_adamw_for_the_rest(run, name):
-    """The matrices' updates are those of the plain optimiser at the matrices' rate; clipping is over all gradients."""
+    """The matrices' updates are those of the plain optimiser at their rate. Clipping is over all gradients."""
     optims = run.optimizers()
     rng, model = np.random.default_rng(0), GPTConfig(n_layer=1, n_head=1, n_embd=8)
     grads = {"wte": {"embedding": 9.0}, "h_0": {"mlp": {"c_fc": {"kernel": 3.0}}}}
