@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import GPTConfig
-from jaxgpt.errors import Diverged
 from tests.conftest import REPOSITORY
 from tests.helpers import script
 
@@ -80,8 +79,9 @@ def test_a_report_orders_what_all_have_and_counts_the_rest(run, tmp_path, monkey
     write(run, "optimizers", {"88": losses})
     runs = [2.0, 2.1, 1.9] + [1.5, 1.51, 1.52] + [1.6, 2.1, 1.9] * (run.NULL_EDITS - 1)
     write(run, "null", {"baseline": {str(i): [loss, 1.0] for i, loss in enumerate(runs)}})
-    found = {name: {str(s): [2.0 + 0.1 * s, 1.0] for s in range(3)} for name in ("baseline", *run.IDEAS)}
-    found["DyT"] = {str(s): [2.3 + 0.1001 * s, 1.0] for s in range(3)}
+    keys = [key(name) for key in (str, run.longer) for name in ("baseline", *run.IDEAS)]
+    found = {key: {str(s): [2.0 + 0.1 * s, 1.0] for s in range(3)} for key in keys}
+    found["DyT"] = found[run.longer("GELU")] = {str(s): [2.3 + 0.1001 * s, 1.0] for s in range(3)}
     write(run, "ideas", found)
     monkeypatch.setattr(run, "LONGER_SEEDS", 4)
     assert run.losses_at(88)[0] == [0, 1, 2]
@@ -90,7 +90,7 @@ def test_a_report_orders_what_all_have_and_counts_the_rest(run, tmp_path, monkey
     rows = [row.split(" |")[0][2:] for row in text.splitlines() if "(0.0100)" in row]
     assert rows == [*run.OVER, *run.OVER, *run.NEARER] and "800 steps, 4 seeds" in text
     assert "| adamw |  | 1.7700 (0.0100) | 1.5200 (0.0100) | 200 (200 to 200) |" in text
-    assert "| DyT | +0.3001" in text and "lower than the best so far: 1 of 200" in text
+    assert "| DyT | +0.3001" in text and "| GELU | +0.3001" in text and "lower than the best so far: 1 of 200" in text
     draw = script("laptop/draw")
     monkeypatch.setattr(draw, "IMAGES", tmp_path)
     draw.main()
@@ -103,7 +103,7 @@ def test_what_has_run_is_not_run_again_and_what_diverged_has_no_loss(run, tmp_pa
     def fit(experiment, directory, *, progress):
         calls.append(experiment.train.seed)
         if experiment.train.seed == 1:
-            raise Diverged("it did")
+            raise run.Diverged("it did")
         directory.mkdir(parents=True)
         (directory / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 1, "val_loss": 2.5}\n')
 

@@ -13,7 +13,8 @@ Change      All runs have the text, batch and model of `base.py`. Each optimiser
             relatives are also trained to 50 steps, since after 100 they are below the target. Added after ten seeds:
             five more optimisers, which are nearer to track 3's, see NEARER. They are tuned alike, and have 50, 100 and
             200 steps. Added after their first seeds: the six that track 3 has are trained to 800 steps with five seeds, which
-            is less than one pass over the text, with the rates of 200 steps. At widths 176 and 352 Muon and its relatives have no 200 steps, which cost hours and decide nothing.
+            is less than one pass over the text, with the rates of 200 steps, and so are the baseline and three ideas, see
+            LONGER_IDEAS, after all ideas had their seeds. At widths 176 and 352 Muon and its relatives have no 200 steps, which cost hours and decide nothing.
 Command     python experiments/laptop/run.py sweeps --text shakespeare.txt
             python experiments/laptop/run.py optimizers --width 88 --text shakespeare.txt     # then 176 and 352
             python experiments/laptop/run.py nearer --text shakespeare.txt
@@ -38,6 +39,8 @@ Expected    Written before the first run. In the order of steps, fewest first: N
             Of 800 steps, written after two seeds of these five, where Muon without momentum was level with Muon: by then it
             is worse by 0.01 to 0.04, and SOAP is better than Muon by 0.01 to 0.03. The six losses have a rank correlation
             with track 3 of at least 0.85.
+            Of ideas after 800 steps, written before any of them: SwiGLU has lost its lead and lies between -0.005 and
+            +0.02, GELU is still worse by 0.02 to 0.05, and projections not from zero are worse by 0.003 to 0.02.
 Result      see ../../docs/laptop-and-pod.md.
 Verdict     see ../../docs/laptop-and-pod.md.
 """
@@ -50,7 +53,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -120,6 +123,8 @@ IDEAS = {
     "a second token": ("multi_token_prediction", None, "equal or slightly worse (nanochat 2026-01-12); record 53"),
 }
 LONGER, LONGER_SEEDS = 800, 5
+# The one that does not carry over after 200 steps, its rival, and one that was no more than noise.
+LONGER_IDEAS = ("SwiGLU", "GELU", "projections not from zero")
 NULL_EDITS, NULL_SEEDS, NULL_STEPS = 200, 3, STEPS[0]
 # Steps to 3.28: results 27, 36, 10, 21 and 2. Adam's is called "most likely undertuned" there, and is a single run.
 TRACK_3 = {"soap": 3125, "muon": 3250, "normuon": 3250, "shampoo": 4100, "adamw": 5625}
@@ -178,9 +183,9 @@ def experiment_of(optim: OptimConfig, width: int, steps: int, text: str) -> Expe
     return dataclasses.replace(fixed.experiment, model=fixed.model(width), optim=optim, train=train, data=data)
 
 
-def idea_of(name: str, optim: OptimConfig, text: str) -> Experiment:
+def idea_of(name: str, optim: OptimConfig, text: str, steps: int = STEPS[-1]) -> Experiment:
     """Return the experiment of an idea, or of "baseline"."""
-    plain = experiment_of(optim, WIDTHS[0], max(STEPS), text)
+    plain = experiment_of(optim, WIDTHS[0], steps, text)
     change = IDEAS[name][0] if name in IDEAS else {}
     if isinstance(change, dict):
         return dataclasses.replace(plain, model=dataclasses.replace(plain.model, **change))
@@ -280,10 +285,21 @@ def tuned(names: list[str]) -> dict[str, OptimConfig]:
 
 
 def run_longer(part: slice, text: str) -> None:
-    """Train those that track 3 has for longer, seed by seed."""
-    for seed, (name, optim) in itertools.product(SEEDS[:LONGER_SEEDS], list(tuned(list(NEARER_TRACK_3)).items())[part]):
-        keys = [str(WIDTHS[0]), name, str(LONGER)]
-        run_one("optimizers", keys, experiment_of(optim, WIDTHS[0], LONGER, text), seed)
+    """Train those that track 3 has for longer, and some ideas, seed by seed."""
+    optims = tuned(list(NEARER_TRACK_3))
+    jobs = [
+        ("optimizers", [str(WIDTHS[0]), name, str(LONGER)], experiment_of(optim, WIDTHS[0], LONGER, text))
+        for name, optim in optims.items()
+    ]
+    for name in ("baseline", *LONGER_IDEAS):
+        jobs.append(("ideas", [longer(name)], idea_of(name, optims["muon"], text, LONGER)))
+    for seed, job in itertools.product(SEEDS[:LONGER_SEEDS], jobs[part]):
+        run_one(*job, seed)
+
+
+def longer(name: str) -> str:
+    """Return the key of an idea's longer runs."""
+    return f"{name}, {LONGER} steps"
 
 
 def run_optimizers(names: list[str], width: int, part: slice, text: str) -> None:
@@ -351,14 +367,16 @@ def bootstrap(width: int, names: Iterable[str] = OVER, draws: int = 2000) -> Ite
         yield {name: steps_to(target, lengths_of(name, width), by_length) for name, by_length in means.items()}
 
 
-def compare_ideas() -> list[Comparison]:
-    """Compare each idea with the baseline, paired by the seeds that all have. None so far: an empty list."""
-    found = read("ideas")
-    names = ["baseline", *IDEAS]
-    seeds = [str(seed) for seed in SEEDS if all(str(seed) in found.get(name, {}) for name in names)]
+def compare_ideas(ideas: Iterable[str] = IDEAS, key: Callable[[str], str] = str) -> list[Comparison]:
+    """Compare ideas with the baseline, paired by the seeds that all have. None so far: an empty list.
+
+    key: returns the key of an idea in the file of results.
+    """
+    runs = {name: read("ideas").get(key(name), {}) for name in ("baseline", *ideas)}
+    seeds = [str(seed) for seed in SEEDS if all(str(seed) in by_seed for by_seed in runs.values())]
     if len(seeds) < 2:
         return []
-    losses = {name: [found[name][seed][0] for seed in seeds] for name in names}
+    losses = {name: [by_seed[seed][0] for seed in seeds] for name, by_seed in runs.items()}
     _, *rows = compare_losses({"": losses}, apart=np.inf)[""]
     return [row for row in rows if row.margin is not None]  # others diverged
 
@@ -450,9 +468,11 @@ def report() -> str:
         lines += [f"| {name} | {loss.mean():.4f} ({loss.std(ddof=1):.4f}) |" for name, loss in losses.items()]
         agreed = agree(list(losses.values()), np.array(list(NEARER_TRACK_3.values())))
         lines += ["", f"rank correlation of the losses with track 3's {len(losses)}: {agreed}", ""]
-    if found := compare_ideas():
-        lines += ["", f"ideas, {len(found[0].losses)} seeds", "", "| idea | difference | here | at scale | by |"]
-        lines.append("|---|---|---|---|---|")
+    for steps, found in {STEPS[-1]: compare_ideas(), LONGER: compare_ideas(LONGER_IDEAS, longer)}.items():
+        if not found:
+            continue
+        lines += ["", f"ideas, {steps} steps, {len(found[0].losses)} seeds", ""]
+        lines += ["| idea | difference | here | at scale | by |", "|---|---|---|---|---|"]
         for row in found:
             sign, source = IDEAS[row.variant][1:]
             lines.append(
