@@ -79,9 +79,9 @@ def test_a_report_orders_what_all_have_and_counts_the_rest(run, tmp_path, monkey
     write(run, "optimizers", {"88": losses})
     runs = [2.0, 2.1, 1.9] + [1.5, 1.51, 1.52] + [1.6, 2.1, 1.9] * (run.NULL_EDITS - 1)
     write(run, "null", {"baseline": {str(i): [loss, 1.0] for i, loss in enumerate(runs)}})
-    keys = [key(name) for key in (str, run.longer) for name in ("baseline", *run.IDEAS)]
+    keys = [run.key_of(name, steps=steps) for steps in (200, 800) for name in ("baseline", *run.IDEAS)]
     found = {key: {str(s): [2.0 + 0.1 * s, 1.0] for s in range(3)} for key in keys}
-    found["DyT"] = found[run.longer("GELU")] = {str(s): [2.3 + 0.1001 * s, 1.0] for s in range(3)}
+    found["DyT"] = found["GELU, 800 steps"] = {str(s): [2.3 + 0.1001 * s, 1.0] for s in range(3)}
     write(run, "ideas", found)
     monkeypatch.setattr(run, "LONGER_SEEDS", 4)
     assert run.losses_at(88)[0] == [0, 1, 2]
@@ -91,6 +91,7 @@ def test_a_report_orders_what_all_have_and_counts_the_rest(run, tmp_path, monkey
     assert rows == [*run.OVER, *run.OVER, *run.NEARER] and "800 steps, 4 seeds" in text
     assert "| adamw |  | 1.7700 (0.0100) | 1.5200 (0.0100) | 200 (200 to 200) |" in text
     assert "| DyT | +0.3001" in text and "| GELU | +0.3001" in text and "lower than the best so far: 1 of 200" in text
+    assert "lower than one run: 200 of 200, with other baselines 10.5 (1 to 200)" in text
     draw = script("laptop/draw")
     monkeypatch.setattr(draw, "IMAGES", tmp_path)
     draw.main()

@@ -19,7 +19,7 @@ Command     python experiments/laptop/run.py sweeps --text shakespeare.txt
             python experiments/laptop/run.py optimizers --width 88 --text shakespeare.txt     # then 176 and 352
             python experiments/laptop/run.py nearer --text shakespeare.txt
             python experiments/laptop/run.py longer --text shakespeare.txt
-            python experiments/laptop/run.py ideas --text shakespeare.txt
+            python experiments/laptop/run.py ideas --width 88 --text shakespeare.txt          # then 176 and 352
             python experiments/laptop/run.py null --text shakespeare.txt
             python experiments/laptop/run.py report
             --part 0/2 and --part 1/2: half of the work each, for one core each (`taskset -c 0`). All commands resume:
@@ -53,7 +53,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -183,9 +183,9 @@ def experiment_of(optim: OptimConfig, width: int, steps: int, text: str) -> Expe
     return dataclasses.replace(fixed.experiment, model=fixed.model(width), optim=optim, train=train, data=data)
 
 
-def idea_of(name: str, optim: OptimConfig, text: str, steps: int = STEPS[-1]) -> Experiment:
+def idea_of(name: str, optim: OptimConfig, text: str, steps: int = STEPS[-1], width: int = WIDTHS[0]) -> Experiment:
     """Return the experiment of an idea, or of "baseline"."""
-    plain = experiment_of(optim, WIDTHS[0], steps, text)
+    plain = experiment_of(optim, width, steps, text)
     change = IDEAS[name][0] if name in IDEAS else {}
     if isinstance(change, dict):
         return dataclasses.replace(plain, model=dataclasses.replace(plain.model, **change))
@@ -292,14 +292,14 @@ def run_longer(part: slice, text: str) -> None:
         for name, optim in optims.items()
     ]
     for name in ("baseline", *LONGER_IDEAS):
-        jobs.append(("ideas", [longer(name)], idea_of(name, optims["muon"], text, LONGER)))
+        jobs.append(("ideas", [key_of(name, steps=LONGER)], idea_of(name, optims["muon"], text, LONGER)))
     for seed, job in itertools.product(SEEDS[:LONGER_SEEDS], jobs[part]):
         run_one(*job, seed)
 
 
-def longer(name: str) -> str:
-    """Return the key of an idea's longer runs."""
-    return f"{name}, {LONGER} steps"
+def key_of(name: str, *, steps: int = STEPS[-1], width: int = WIDTHS[0]) -> str:
+    """Return the key of an idea's runs."""
+    return name + f", {steps} steps" * (steps != STEPS[-1]) + f", width {width}" * (width != WIDTHS[0])
 
 
 def run_optimizers(names: list[str], width: int, part: slice, text: str) -> None:
@@ -310,11 +310,12 @@ def run_optimizers(names: list[str], width: int, part: slice, text: str) -> None
         run_one("optimizers", [str(width), name, str(steps)], experiment_of(optims[name], width, steps, text), seed)
 
 
-def run_ideas(part: slice, text: str) -> None:
-    """Train the baseline and all ideas with Muon as it was tuned for the baseline, seed by seed."""
+def run_ideas(width: int, part: slice, text: str) -> None:
+    """Train the baseline and ideas with Muon as it was tuned for the baseline, seed by seed. Wider: those of LONGER_IDEAS."""
     (optim,) = tuned(["muon"]).values()
-    for seed, name in itertools.product(SEEDS[part], ["baseline", *IDEAS]):
-        run_one("ideas", [name], idea_of(name, optim, text), seed)
+    ideas, seeds = (IDEAS, SEEDS) if width == WIDTHS[0] else (LONGER_IDEAS, SEEDS[:LONGER_SEEDS])
+    for seed, name in itertools.product(seeds[part], ["baseline", *ideas]):
+        run_one("ideas", [key_of(name, width=width)], idea_of(name, optim, text, width=width), seed)
 
 
 def run_null(part: slice, text: str) -> None:
@@ -367,12 +368,12 @@ def bootstrap(width: int, names: Iterable[str] = OVER, draws: int = 2000) -> Ite
         yield {name: steps_to(target, lengths_of(name, width), by_length) for name, by_length in means.items()}
 
 
-def compare_ideas(ideas: Iterable[str] = IDEAS, key: Callable[[str], str] = str) -> list[Comparison]:
+def compare_ideas(ideas: Iterable[str] = IDEAS, **setting: int) -> list[Comparison]:
     """Compare ideas with the baseline, paired by the seeds that all have. None so far: an empty list.
 
-    key: returns the key of an idea in the file of results.
+    setting: steps and width, see `key_of`.
     """
-    runs = {name: read("ideas").get(key(name), {}) for name in ("baseline", *ideas)}
+    runs = {name: read("ideas").get(key_of(name, **setting), {}) for name in ("baseline", *ideas)}
     seeds = [str(seed) for seed in SEEDS if all(str(seed) in by_seed for by_seed in runs.values())]
     if len(seeds) < 2:
         return []
@@ -381,13 +382,17 @@ def compare_ideas(ideas: Iterable[str] = IDEAS, key: Callable[[str], str] = str)
     return [row for row in rows if row.margin is not None]  # others diverged
 
 
-def count_false() -> dict[str, int]:
-    """Count the null edits that each rule accepts. Empty until all runs are there."""
+def count_false(baseline: int = 0) -> dict[str, int]:
+    """Count the null edits that each rule accepts. Empty until all runs are there.
+
+    baseline: whose runs are taken for the baseline's, since none is anything else. The edits follow it, around the end.
+    """
     runs = read("null").get("baseline", {})
     if len(runs) < (1 + NULL_EDITS) * NULL_SEEDS:
         return {}
     losses = [runs[str(seed)][0] for seed in range(len(runs))]
-    ours, *edits = (losses[i : i + NULL_SEEDS] for i in range(0, len(losses), NULL_SEEDS))
+    all_runs = [losses[i : i + NULL_SEEDS] for i in range(0, len(losses), NULL_SEEDS)]
+    ours, *edits = all_runs[baseline:] + all_runs[:baseline]
     best, records = ours[0], 0
     for edit in edits:
         records, best = records + (edit[0] < best), min(best, edit[0])
@@ -397,6 +402,12 @@ def count_false() -> dict[str, int]:
         "lower than the best so far": records,
         "study, three seeds": sum(row.verdict == "better" for row in tables),
     }
+
+
+def count_false_elsewhere() -> dict[str, np.ndarray]:
+    """Count by each rule [21] with every tenth of the 201 for the baseline. Added after the runs."""
+    counts = [count_false(baseline) for baseline in range(0, 1 + NULL_EDITS, 10)]
+    return {rule: np.array([count[rule] for count in counts]) for rule in counts[0]}
 
 
 def agreement(signs: list[bool], draws: int = 2000) -> tuple[float, float, float]:
@@ -468,10 +479,13 @@ def report() -> str:
         lines += [f"| {name} | {loss.mean():.4f} ({loss.std(ddof=1):.4f}) |" for name, loss in losses.items()]
         agreed = agree(list(losses.values()), np.array(list(NEARER_TRACK_3.values())))
         lines += ["", f"rank correlation of the losses with track 3's {len(losses)}: {agreed}", ""]
-    for steps, found in {STEPS[-1]: compare_ideas(), LONGER: compare_ideas(LONGER_IDEAS, longer)}.items():
+    tables = {f"ideas, {STEPS[-1]} steps": compare_ideas()}
+    for setting in ({"steps": LONGER}, *({"width": width} for width in WIDTHS[1:])):
+        tables[key_of("ideas", **setting)] = compare_ideas(LONGER_IDEAS, **setting)
+    for title, found in tables.items():
         if not found:
             continue
-        lines += ["", f"ideas, {steps} steps, {len(found[0].losses)} seeds", ""]
+        lines += ["", f"{title}, {len(found[0].losses)} seeds", ""]
         lines += ["| idea | difference | here | at scale | by |", "|---|---|---|---|---|"]
         for row in found:
             sign, source = IDEAS[row.variant][1:]
@@ -481,8 +495,15 @@ def report() -> str:
         signs = [(row.difference < 0) == (IDEAS[row.variant][1] == "+") for row in found if IDEAS[row.variant][1]]
         share, low, high = agreement(signs)
         lines += ["", f"signs that agree: {sum(signs)} of {len(signs)}, {share:.2f} ({low:.2f} to {high:.2f})"]
-    for rule, count in count_false().items():
-        lines += ["", f"null edits accepted, {rule}: {count} of {NULL_EDITS}"]
+    for (rule, count), counts in zip(count_false().items(), count_false_elsewhere().values(), strict=True):
+        elsewhere = f"with other baselines {counts.mean():.1f} ({counts.min()} to {counts.max()})"
+        lines += ["", f"null edits accepted, {rule}: {count} of {NULL_EDITS}, {elsewhere}"]
+    if first := [run[0] for seed, run in read("null").get("baseline", {}).items() if int(seed) % NULL_SEEDS == 0]:
+        gain = np.mean(first) - min(first)
+        lines += [
+            "",
+            f"the lowest of {len(first)} single null runs is {gain:.4f} below their mean, sd {np.std(first, ddof=1):.4f}",
+        ]
     return "\n".join(lines)
 
 
@@ -509,8 +530,10 @@ def main() -> None:
     elif options.block == "nearer":
         run_sweeps(NEARER, part, options.text)
         run_optimizers(list(NEARER)[part], WIDTHS[0], slice(None), options.text)
+    elif options.block == "ideas":
+        run_ideas(options.width, part, options.text)
     else:
-        {"longer": run_longer, "ideas": run_ideas, "null": run_null}[options.block](part, options.text)
+        {"longer": run_longer, "null": run_null}[options.block](part, options.text)
 
 
 if __name__ == "__main__":
