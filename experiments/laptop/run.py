@@ -14,7 +14,8 @@ Change      All runs have the text, batch and model of `base.py`. Each optimiser
             five more optimisers, which are nearer to track 3's, see NEARER. They are tuned alike, and have 50, 100 and
             200 steps. Added after their first seeds: the six that track 3 has are trained to 800 steps with five seeds, which
             is less than one pass over the text, with the rates of 200 steps, and so are the baseline and three ideas, see
-            LONGER_IDEAS, after all ideas had their seeds. At widths 176 and 352 Muon and its relatives have no 200 steps, which cost hours and decide nothing.
+            LONGER_IDEAS, after all ideas had their seeds. These ideas are also trained at the wider widths, with five
+            seeds. At widths 176 and 352 Muon and its relatives have no 200 steps, which cost hours and decide nothing.
 Command     python experiments/laptop/run.py sweeps --text shakespeare.txt
             python experiments/laptop/run.py optimizers --width 88 --text shakespeare.txt     # then 176 and 352
             python experiments/laptop/run.py nearer --text shakespeare.txt
@@ -41,6 +42,9 @@ Expected    Written before the first run. In the order of steps, fewest first: N
             with track 3 of at least 0.85.
             Of ideas after 800 steps, written before any of them: SwiGLU has lost its lead and lies between -0.005 and
             +0.02, GELU is still worse by 0.02 to 0.05, and projections not from zero are worse by 0.003 to 0.02.
+            Of these three at widths 176 and 352, written after three seeds of 800 steps, where SwiGLU had a longer lead:
+            after 200 steps it keeps a lead of 0.005 to 0.025 at both, GELU is worse by 0.01 to 0.04 at both, and
+            projections not from zero lie within 0.015 of the baseline.
 Result      see ../../docs/laptop-and-pod.md.
 Verdict     see ../../docs/laptop-and-pod.md.
 """
