@@ -47,7 +47,7 @@ def test_the_first_step_of_shampoo_is_orthogonal_with_the_size_of_adams(run):
 
 @pytest.mark.parametrize("name", ["adamw", "shampoo"])
 def test_two_rates_are_one_optimiser_for_matrices_and_adamw_for_the_rest(run, name):
-    """The matrices' updates are those of the plain optimiser at their rate. Clipping is over all gradients."""
+    """Matrices are updated as by the plain optimiser at the matrices' rate. All gradients are clipped together."""
     optims = run.optimizers()
     rng, model = np.random.default_rng(0), GPTConfig(n_layer=1, n_head=1, n_embd=8)
     grads = {"wte": {"embedding": 9.0}, "h_0": {"mlp": {"c_fc": {"kernel": 3.0}}}}
@@ -91,7 +91,7 @@ def test_a_report_orders_what_all_have_and_counts_the_rest(run, tmp_path, monkey
     assert rows == [*run.OVER, *run.OVER, *run.NEARER] and "800 steps, 4 seeds" in text
     assert "| adamw |  | 1.7700 (0.0100) | 1.5200 (0.0100) | 200 (200 to 200) |" in text
     assert "| DyT | +0.3001" in text and "| GELU | +0.3001" in text and "lower than the best so far: 1 of 200" in text
-    assert "lower than one run: 200 of 200, with other baselines 10.5 (1 to 200)" in text
+    assert "lower than one run: 200 of 200, with 21 baselines 10.5 (1 to 200)" in text
     draw = script("laptop/draw")
     monkeypatch.setattr(draw, "IMAGES", tmp_path)
     draw.main()

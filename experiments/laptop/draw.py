@@ -102,11 +102,11 @@ def null() -> Figure | None:
     if not found:
         return None
     figure, ax = new(2.4)
-    ax.barh(list(found), list(found.values()), color="#1f5fa8", height=0.5)
-    for row, (count, counts) in enumerate(zip(found.values(), run.count_false_elsewhere().values(), strict=True)):
-        label = "least and most with other baselines" if row == 0 else None
+    ax.barh(list(found), [counts[0] for counts in found.values()], color="#1f5fa8", height=0.5)
+    for row, counts in enumerate(found.values()):
+        label = f"least and most with {len(counts)} baselines" if row == 0 else None
         ax.plot([counts.min(), counts.max()], [row + 0.36] * 2, "|-", color="#222222", label=label)
-        ax.text(count, row, f" {count}", va="center")
+        ax.text(counts[0], row, f" {counts[0]}", va="center")
     ax.set(xlabel=f"accepted of {run.NULL_EDITS} edits that change nothing")
     ax.invert_yaxis()
     ax.legend(fontsize=8, loc="lower right")

@@ -14,7 +14,7 @@ Change      All runs have the text, batch and model of `base.py`. Each optimiser
             five more optimisers, which are nearer to track 3's, see NEARER. They are tuned alike, and have 50, 100 and
             200 steps. Added after their first seeds: the six that track 3 has are trained to 800 steps with five seeds, which
             is less than one pass over the text, with the rates of 200 steps, and so are the baseline and three ideas, see
-            LONGER_IDEAS, after all ideas had their seeds. These ideas are also trained at the wider widths, with five
+            FURTHER_IDEAS, after all ideas had their seeds. These ideas are also trained at the wider widths, with five
             seeds. At widths 176 and 352 Muon and its relatives have no 200 steps, which cost hours and decide nothing.
 Command     python experiments/laptop/run.py sweeps --text shakespeare.txt
             python experiments/laptop/run.py optimizers --width 88 --text shakespeare.txt     # then 176 and 352
@@ -127,8 +127,8 @@ IDEAS = {
     "a second token": ("multi_token_prediction", None, "equal or slightly worse (nanochat 2026-01-12); record 53"),
 }
 LONGER, LONGER_SEEDS = 800, 5
-# The one that does not carry over after 200 steps, its rival, and one that was no more than noise.
-LONGER_IDEAS = ("SwiGLU", "GELU", "projections not from zero")
+# What is also trained longer and wider: the idea that does not carry over, its rival, and one within the noise.
+FURTHER_IDEAS = ("SwiGLU", "GELU", "projections not from zero")
 NULL_EDITS, NULL_SEEDS, NULL_STEPS = 200, 3, STEPS[0]
 # Steps to 3.28: results 27, 36, 10, 21 and 2. Adam's is called "most likely undertuned" there, and is a single run.
 TRACK_3 = {"soap": 3125, "muon": 3250, "normuon": 3250, "shampoo": 4100, "adamw": 5625}
@@ -295,7 +295,7 @@ def run_longer(part: slice, text: str) -> None:
         ("optimizers", [str(WIDTHS[0]), name, str(LONGER)], experiment_of(optim, WIDTHS[0], LONGER, text))
         for name, optim in optims.items()
     ]
-    for name in ("baseline", *LONGER_IDEAS):
+    for name in ("baseline", *FURTHER_IDEAS):
         jobs.append(("ideas", [key_of(name, steps=LONGER)], idea_of(name, optims["muon"], text, LONGER)))
     for seed, job in itertools.product(SEEDS[:LONGER_SEEDS], jobs[part]):
         run_one(*job, seed)
@@ -315,9 +315,9 @@ def run_optimizers(names: list[str], width: int, part: slice, text: str) -> None
 
 
 def run_ideas(width: int, part: slice, text: str) -> None:
-    """Train the baseline and ideas with Muon as it was tuned for the baseline, seed by seed. Wider: those of LONGER_IDEAS."""
+    """Train the baseline and ideas with the baseline's tuned Muon, seed by seed. Wider models have only FURTHER_IDEAS."""
     (optim,) = tuned(["muon"]).values()
-    ideas, seeds = (IDEAS, SEEDS) if width == WIDTHS[0] else (LONGER_IDEAS, SEEDS[:LONGER_SEEDS])
+    ideas, seeds = (IDEAS, SEEDS) if width == WIDTHS[0] else (FURTHER_IDEAS, SEEDS[:LONGER_SEEDS])
     for seed, name in itertools.product(seeds[part], ["baseline", *ideas]):
         run_one("ideas", [key_of(name, width=width)], idea_of(name, optim, text, width=width), seed)
 
@@ -386,17 +386,23 @@ def compare_ideas(ideas: Iterable[str] = IDEAS, **setting: int) -> list[Comparis
     return [row for row in rows if row.margin is not None]  # others diverged
 
 
-def count_false(baseline: int = 0) -> dict[str, int]:
-    """Count the null edits that each rule accepts. Empty until all runs are there.
+def count_false() -> dict[str, np.ndarray]:
+    """Count the null edits that each rule accepts [21]. Empty until all runs are there.
 
-    baseline: whose runs are taken for the baseline's, since none is anything else. The edits follow it, around the end.
+    First the runs of the first three seeds are taken for the baseline's, as declared. Then, added after the runs, those of
+    every tenth edit are, since none differs from the baseline. The edits follow it, around the end.
     """
     runs = read("null").get("baseline", {})
     if len(runs) < (1 + NULL_EDITS) * NULL_SEEDS:
         return {}
     losses = [runs[str(seed)][0] for seed in range(len(runs))]
-    all_runs = [losses[i : i + NULL_SEEDS] for i in range(0, len(losses), NULL_SEEDS)]
-    ours, *edits = all_runs[baseline:] + all_runs[:baseline]
+    edits = [losses[i : i + NULL_SEEDS] for i in range(0, len(losses), NULL_SEEDS)]
+    counts = [count_accepted(*edits[place:], *edits[:place]) for place in range(0, len(edits), 10)]
+    return {rule: np.array([count[rule] for count in counts]) for rule in counts[0]}
+
+
+def count_accepted(ours: list[float], *edits: list[float]) -> dict[str, int]:
+    """Count the edits that each rule accepts. Each argument is the losses of three seeds."""
     best, records = ours[0], 0
     for edit in edits:
         records, best = records + (edit[0] < best), min(best, edit[0])
@@ -406,12 +412,6 @@ def count_false(baseline: int = 0) -> dict[str, int]:
         "lower than the best so far": records,
         "study, three seeds": sum(row.verdict == "better" for row in tables),
     }
-
-
-def count_false_elsewhere() -> dict[str, np.ndarray]:
-    """Count by each rule [21] with every tenth of the 201 for the baseline. Added after the runs."""
-    counts = [count_false(baseline) for baseline in range(0, 1 + NULL_EDITS, 10)]
-    return {rule: np.array([count[rule] for count in counts]) for rule in counts[0]}
 
 
 def agreement(signs: list[bool], draws: int = 2000) -> tuple[float, float, float]:
@@ -485,7 +485,7 @@ def report() -> str:
         lines += ["", f"rank correlation of the losses with track 3's {len(losses)}: {agreed}", ""]
     tables = {f"ideas, {STEPS[-1]} steps": compare_ideas()}
     for setting in ({"steps": LONGER}, *({"width": width} for width in WIDTHS[1:])):
-        tables[key_of("ideas", **setting)] = compare_ideas(LONGER_IDEAS, **setting)
+        tables[key_of("ideas", **setting)] = compare_ideas(FURTHER_IDEAS, **setting)
     for title, found in tables.items():
         if not found:
             continue
@@ -499,9 +499,9 @@ def report() -> str:
         signs = [(row.difference < 0) == (IDEAS[row.variant][1] == "+") for row in found if IDEAS[row.variant][1]]
         share, low, high = agreement(signs)
         lines += ["", f"signs that agree: {sum(signs)} of {len(signs)}, {share:.2f} ({low:.2f} to {high:.2f})"]
-    for (rule, count), counts in zip(count_false().items(), count_false_elsewhere().values(), strict=True):
-        elsewhere = f"with other baselines {counts.mean():.1f} ({counts.min()} to {counts.max()})"
-        lines += ["", f"null edits accepted, {rule}: {count} of {NULL_EDITS}, {elsewhere}"]
+    for rule, counts in count_false().items():
+        all_baselines = f"with {len(counts)} baselines {counts.mean():.1f} ({counts.min()} to {counts.max()})"
+        lines += ["", f"null edits accepted, {rule}: {counts[0]} of {NULL_EDITS}, {all_baselines}"]
     if first := [run[0] for seed, run in read("null").get("baseline", {}).items() if int(seed) % NULL_SEEDS == 0]:
         gain = np.mean(first) - min(first)
         lines += [
