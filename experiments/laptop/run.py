@@ -453,6 +453,27 @@ def report_steps(width: int, names: list[str], orders: dict[str, dict[str, float
     return [*lines, ""]
 
 
+def report_widths() -> list[str]:
+    """Return the steps of the twelve at each width, as a share of AdamW's, and their agreement with the first width."""
+    found = {width: list(bootstrap(width)) for width in WIDTHS if len(losses_at(width)[0]) > 1}
+    if len(found) < 2:
+        return []
+    lines = [f"| optimiser | {' | '.join(f'width {width}' for width in found)} |", "|---" * (1 + len(found)) + "|"]
+    first = found[WIDTHS[0]][0]
+    for name in sorted(first, key=first.__getitem__):
+        cells = []
+        for middle, *others in found.values():
+            low, high = np.percentile([draw[name] / draw["adamw"] for draw in others], [2.5, 97.5])
+            cells.append(f"{middle[name] / middle['adamw']:.2f} ({low:.2f} to {high:.2f})")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    for width, draws in list(found.items())[1:]:
+        pairs = zip(found[WIDTHS[0]], draws, strict=True)
+        agreed = [spearman(*(np.array([draw[name] for name in first]) for draw in pair)) for pair in pairs]
+        low, high = np.percentile(agreed[1:], [2.5, 97.5])
+        lines += ["", f"rank correlation of widths {WIDTHS[0]} and {width}: {agreed[0]:.2f} ({low:.2f} to {high:.2f})"]
+    return [*lines, ""]
+
+
 def report() -> str:
     """Return what is known so far."""
     sweeps = read("sweeps")
@@ -468,6 +489,7 @@ def report() -> str:
     places = {name: float(place) for place, name in enumerate(PREDICTED)}
     for width in WIDTHS:
         lines += report_steps(width, list(OVER), {"track 3's": TRACK_3, "the predicted": places})
+    lines += report_widths()
     lines += report_steps(WIDTHS[0], [*OVER, *NEARER], {"track 3's": NEARER_TRACK_3})
     runs = {
         name: read("optimizers").get(str(WIDTHS[0]), {}).get(name, {}).get(str(LONGER), {}) for name in NEARER_TRACK_3
