@@ -88,7 +88,7 @@ def test_a_report_orders_what_all_have_and_counts_the_rest(run, tmp_path, monkey
     assert "width 88, 12 optimisers, 3 seeds" in text and "width 176, 12 optimisers: fewer than two seeds" in text
     rows = [row.split(" |")[0][2:] for row in text.splitlines() if "(0.0100)" in row]
     assert rows[:12] + rows[24:] == [*run.OVER, *run.OVER, *run.NEARER] and "800 steps, 4 seeds" in text
-    assert "| lion | 1.03 (1.03 to 1.03) | 1.03 (1.03 to 1.03) |" in text and "widths 88 and 352: 0.81 (" in text
+    assert "| lion / adamw | 1.03 (1.03 to 1.03) | 1.03 (" in text and "widths 88 and 352: 0.81 (" in text
     assert "| adamw |  | 1.7700 (0.0100) | 1.5200 (0.0100) | 200 (200 to 200) |" in text
     assert "| DyT | +0.3001" in text and "| GELU | +0.3001" in text and "lower than the best so far: 1 of 200" in text
     assert "lower than one run: 200 of 200, with 21 baselines 10.5 (1 to 200)" in text

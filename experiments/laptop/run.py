@@ -454,18 +454,17 @@ def report_steps(width: int, names: list[str], orders: dict[str, dict[str, float
 
 
 def report_widths() -> list[str]:
-    """Return the steps of the twelve at each width, as a share of AdamW's, and their agreement with the first width."""
+    """Return the steps of the twelve at each width as a share of AdamW's, and the agreement with the first width."""
     found = {width: list(bootstrap(width)) for width in WIDTHS if len(losses_at(width)[0]) > 1}
     if len(found) < 2:
         return []
-    lines = [f"| optimiser | {' | '.join(f'width {width}' for width in found)} |", "|---" * (1 + len(found)) + "|"]
+    lines = [f"| steps of | {' | '.join(f'width {width}' for width in found)} |", "|---" * (1 + len(found)) + "|"]
     first = found[WIDTHS[0]][0]
-    for name in sorted(first, key=first.__getitem__):
-        cells = []
-        for middle, *others in found.values():
-            low, high = np.percentile([draw[name] / draw["adamw"] for draw in others], [2.5, 97.5])
-            cells.append(f"{middle[name] / middle['adamw']:.2f} ({low:.2f} to {high:.2f})")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    shown = [(name, "adamw") for name in sorted(first, key=first.__getitem__)]
+    for name, other in [*shown, ("shampoo", "muon"), ("soap", "muon")]:  # the last two were predicted to fall
+        shares = ([draw[name] / draw[other] for draw in draws] for draws in found.values())
+        cells = [f"{x[0]:.2f} ({np.percentile(x[1:], 2.5):.2f} to {np.percentile(x[1:], 97.5):.2f})" for x in shares]
+        lines.append(f"| {name} / {other} | {' | '.join(cells)} |")
     for width, draws in list(found.items())[1:]:
         pairs = zip(found[WIDTHS[0]], draws, strict=True)
         agreed = [spearman(*(np.array([draw[name] for name in first]) for draw in pair)) for pair in pairs]
