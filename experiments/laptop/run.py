@@ -389,8 +389,8 @@ def compare_ideas(ideas: Iterable[str] = IDEAS, **setting: int) -> list[Comparis
 def count_false() -> dict[str, np.ndarray]:
     """Count the null edits that each rule accepts [21]. Empty until all runs are there.
 
-    First the runs of the first three seeds are taken for the baseline's, as declared. Then, added after the runs, those of
-    every tenth edit are, since none differs from the baseline. The edits follow it, around the end.
+    The first three seeds stand for the baseline, as declared. After the runs it was added that every tenth edit stands for
+    it too, since no edit differs from it. The other edits follow it, around the end.
     """
     runs = read("null").get("baseline", {})
     if len(runs) < (1 + NULL_EDITS) * NULL_SEEDS:
@@ -482,9 +482,10 @@ def report() -> str:
             f"{field.removeprefix('optim.')} {value:g}" for field, value in sweeps[name]["winner"].items()
         )
         lines.append(f"| {name} | {point} | {sweeps[name]['trials'][0][-1]:.4f} | {sweeps[name]['seconds']:.0f} |")
-    runs = [run for file in ("optimizers", "ideas", "null") for run in list_runs(read(file))]
-    hours = sum(sweep["seconds"] for sweep in sweeps.values()) / 3600, sum(seconds for _, seconds in runs) / 3600
-    lines += ["", f"core-hours: {hours[0]:.2f} of sweeps, {hours[1]:.2f} of {len(runs)} runs", ""]
+    blocks = {"sweeps": [sweep["seconds"] for sweep in sweeps.values()]}
+    blocks |= {name: [seconds for _, seconds in list_runs(read(name))] for name in ("optimizers", "ideas", "null")}
+    hours = (f"{name} {sum(seconds) / 3600:.2f} ({len(seconds)})" for name, seconds in blocks.items())
+    lines += ["", f"core-hours (and how many): {', '.join(hours)}", ""]
     places = {name: float(place) for place, name in enumerate(PREDICTED)}
     for width in WIDTHS:
         lines += report_steps(width, list(OVER), {"track 3's": TRACK_3, "the predicted": places})
