@@ -12,7 +12,7 @@ from jaxgpt.sample import Sampling
 from jaxgpt.sample import state as programs
 from jaxgpt.sample.engine import Engine, Request, generate, prompt_keys
 from jaxgpt.sample.score import score
-from tests.helpers import FLOAT32_REORDERED, TINY, make_model
+from tests.helpers import TINY, make_model
 
 C = 64
 CONFIG = dataclasses.replace(TINY, block_size=C, n_layer=2, n_embd=32, n_head=4, n_kv_head=2, position="rope")
@@ -125,7 +125,7 @@ def test_as_many_rows_are_computed_as_are_occupied(monkeypatch):
         serve(engine, requests(40)), serve(Engine(*lively(), slots=6), requests(40)), strict=True
     ):
         assert [tokens, *rest[1:]] == [expected[0], *expected[3:]]
-        np.testing.assert_allclose(logprobs, expected[1], **FLOAT32_REORDERED)
+        np.testing.assert_allclose(logprobs, expected[1], rtol=1e-4, atol=1e-4)  # 5.7e-5 on an Intel Xeon (model 207)
     assert set(computed) == {1, 2, 4, 6}
 
 
