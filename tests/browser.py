@@ -6,14 +6,13 @@ import shutil
 import pytest
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-TIMEOUT = 10_000  # ms that any step of the browser may take
+TIMEOUT = 60_000  # ms that any step of the browser may take: on a busy machine a page was seen to need over ten seconds
 
 
 @pytest.fixture(scope="session")
 def chromium():
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright drives the browser: pip install '.[test]'"
-    )
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives it: pip install '.[test]'")
+    playwright.expect.set_options(timeout=TIMEOUT)
     found = next(filter(None, map(shutil.which, CHROMIUM)), None)
     if found is None:
         pytest.skip(f"no browser: none of {', '.join(CHROMIUM)} is on the PATH (Debian's package: chromium)")
