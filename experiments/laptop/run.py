@@ -16,6 +16,7 @@ Change      All runs have the text, batch and model of `base.py`. Each optimiser
             is less than one pass over the text, with the rates of 200 steps, and so are the baseline and three ideas, see
             FURTHER_IDEAS, after all ideas had their seeds. These ideas are also trained at the wider widths, with five
             seeds. At widths 176 and 352 Muon and its relatives have no 200 steps, which cost hours and decide nothing.
+            Width 352 has seeds 0 to 15: more do not fit into the twelve hours of two cores set for all but the null edits.
 Command     python experiments/laptop/run.py sweeps --text shakespeare.txt
             python experiments/laptop/run.py optimizers --width 88 --text shakespeare.txt     # then 176 and 352
             python experiments/laptop/run.py nearer --text shakespeare.txt
