@@ -84,7 +84,7 @@ def targets(tmp_path_factory):
 
 
 NAMES = (
-    "experiment.json|configuration|tokenizer.json, ours|tokenizer.json, BPE|.bin|meta.pkl|a model's config.json|safetensors|"
+    "experiment.json|configuration|tokenizer.json, ours|tokenizer.json, BPE|.bin|a model's config.json|safetensors|"
     "safetensors index|conversations|GGUF|tokenizer_config.json"
 ).split("|")
 

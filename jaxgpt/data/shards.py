@@ -6,7 +6,6 @@ import codecs
 import contextlib
 import hashlib
 import itertools
-import pickletools
 import re
 import unicodedata
 from pathlib import Path
@@ -16,9 +15,9 @@ import numpy as np
 
 from jaxgpt.config import DataConfig
 from jaxgpt.data.pipeline import Dataset, Tokens
-from jaxgpt.data.tokenizer import CharTokenizer, IdTokenizer, fingerprint, load_tokenizer, open_tokenizer
+from jaxgpt.data.tokenizer import IdTokenizer, fingerprint, load_tokenizer, open_tokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.files import is_there, open_file, read_bytes, read_json
+from jaxgpt.files import is_there, open_file, read_json
 
 # llm.c's shards start with 256 int32: magic, version, number of tokens. The magic gives the width of a token.
 LLMC_HEADER_BYTES = 1024
@@ -35,7 +34,11 @@ OTHER_KINDS = {
     b"\x89HDF\r\n": "HDF5",
 }
 
-LARGEST_PICKLE = 2**21  # bytes. All characters of 16 bits take 1.3 MB
+# A shell command. The ids of nanoGPT's characters are their ranks, as in our tokenizer.
+FROM_NANOGPT = (
+    "python -c \"import json, pickle; print(json.dumps({'jaxgpt': 'char', 'characters': "
+    "''.join(sorted(pickle.load(open('meta.pkl', 'rb'))['stoi']))}))\" > tokenizer.json"
+)
 
 SCAN = 2**22  # tokens read at a time
 HELD_OUT = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])", re.IGNORECASE)  # matches the names of validation files
@@ -63,20 +66,16 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
     """Return the dataset of nanoGPT's train.bin and val.bin (bare uint16), or of llm.c's shards with a header.
 
     Files with the word val, valid or validation in their names are held out. Without any, the last `val_fraction` of
-    the tokens is. The tokenizer is nanoGPT's meta.pkl or a tokenizer.json next to them. Without one it is ids, if
-    `vocab_size` is known.
+    the tokens is. The tokenizer is a tokenizer.json next to them. Without one it is ids, if `vocab_size` is known.
     """
     root, notes = Path(config.path or ""), []
-    meta = (root if root.is_dir() else root.parent) / "meta.pkl"
-    beside, index = meta.with_name("tokenizer.json"), read_index(root) if root.is_dir() else []
+    beside = (root if root.is_dir() else root.parent) / "tokenizer.json"
+    index = read_index(root) if root.is_dir() else []
     text = next((p for p in sorted(root.rglob("*.txt")) if p.is_file()), None) if root.is_dir() else None
     if config.tokenizer == "ids":
         if vocab_size is None:
             raise UserError("tokenizer ids needs --model.vocab-size N: token files do not record the vocabulary size")
         tokenizer = IdTokenizer(vocab_size)
-    elif config.tokenizer == "char" and is_there(meta, "Move it elsewhere."):
-        tokenizer = read_vocabulary(meta)
-        notes.append(f"the tokens are the {tokenizer.vocab_size} characters of {meta}")
     elif config.tokenizer == "char" and is_there(beside, "Move it elsewhere."):
         tokenizer = load_tokenizer(beside)
         notes.append(f"the tokenizer is {beside}")
@@ -85,6 +84,8 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
         notes.append(f"{config.path} has no tokenizer.json: samples are ids too, below model.vocab_size={vocab_size}")
     elif (tokenizer := open_tokenizer(config.tokenizer, "a text needs")) is None:
         instead = "" if text is None else f", or --data.path {text}"
+        if is_there(beside.with_name("meta.pkl"), "Move it elsewhere."):
+            instead += f". In that folder this makes the tokenizer of nanoGPT's meta.pkl: {FROM_NANOGPT}"
         raise UserError(
             f"{config.path} holds token ids, so tokenizer={config.tokenizer} cannot be used: give the tokenizer that made them "
             f"(--data.tokenizer tokenizer.json, or byte), or --data.tokenizer ids with --model.vocab-size N{instead}"
@@ -134,48 +135,6 @@ def read_index(root: Path) -> list[tuple[str, dict[str, Any]]]:
     if held["at"] is not None:
         raise UserError(f"{root} is not complete: jaxgpt prepare was interrupted, and the same command goes on")
     return [(s["file"], {"tokens": s["tokens"], "sha256": s["sha256"]}) for s in held["shards"]]
-
-
-def read_vocabulary(path: Path) -> CharTokenizer:
-    """Return the tokenizer of nanoGPT's meta.pkl, in which "stoi" maps distinct characters to their ranks.
-
-    The pickle is untrusted, so it is not unpickled. Only dictionaries, texts and numbers are read from it. Anything else is
-    refused, imports and calls included.
-    """
-    raw, stack, marks, memo = read_bytes(path, LARGEST_PICKLE), [], [], {}
-    try:
-        for opcode, value, _ in pickletools.genops(raw):
-            match opcode.name:
-                case "PROTO" | "FRAME" | "STOP":
-                    pass
-                case "EMPTY_DICT":
-                    stack.append({})
-                case "BININT" | "BININT1" | "BININT2" | "SHORT_BINUNICODE" | "BINUNICODE":
-                    stack.append(value)
-                case "MARK":
-                    marks.append(len(stack))
-                case "MEMOIZE" | "BINPUT" | "LONG_BINPUT":
-                    memo[len(memo) if value is None else value] = stack[-1]
-                case "BINGET" | "LONG_BINGET":
-                    stack.append(memo[value])
-                case "SETITEM" | "SETITEMS":
-                    start = marks.pop() if opcode.name == "SETITEMS" else len(stack) - 2
-                    items = stack[start:]
-                    del stack[start:]
-                    stack[-1].update(zip(items[::2], items[1::2], strict=True))
-                case other:
-                    raise ValueError(f"it has {other}")
-        ids = stack[-1]["stoi"]
-        tokenizer = CharTokenizer(ids)
-        tokenizer.characters.encode()  # no half of a surrogate pair
-        if list(map(ids.get, tokenizer.characters)) != list(range(len(ids))):
-            raise ValueError("its ids are not the ranks of single characters")
-    except (ValueError, LookupError, TypeError, AttributeError) as e:
-        raise UserError(
-            f"{path} is not a vocabulary of characters as nanoGPT writes it ({str(e)[:160]}): give the tokenizer of "
-            "the token files (--data.tokenizer tokenizer.json, or ids with --model.vocab-size N)"
-        ) from None
-    return tokenizer
 
 
 def open_shard(path: Path) -> np.ndarray:

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import pickle
 import re
 
 import chex
@@ -16,6 +15,7 @@ from jaxgpt.config import DataConfig
 from jaxgpt.data.dataset import prepare
 from jaxgpt.data.mixture import Mixture, assign_rows, read_mixture
 from jaxgpt.data.pipeline import Tokens, training_batches, validation_batches
+from jaxgpt.data.tokenizer import CharTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
 from jaxgpt.runs.metrics import MetricsFile, read_metrics
@@ -158,7 +158,7 @@ def test_one_tokenizer_has_the_characters_of_all_texts_and_others_must_agree(tex
     path = f"{tmp_path}/x.bin:0.5,{texts}/a.txt:0.5"
     with pytest.raises(UserError, match=r"x\.bin holds token ids, so tokenizer=char cannot be used"):
         prepare(DataConfig(path=path), block_size=8)
-    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"stoi": {chr(n): n for n in range(600)}}))
+    (tmp_path / "tokenizer.json").write_text(CharTokenizer(map(chr, range(600))).to_json())
     with pytest.raises(UserError, match=r"x\.bin and .*a\.txt have different tokenizers, of 600 and 2\d tokens"):
         prepare(DataConfig(path=path), block_size=8)
 

@@ -6,7 +6,6 @@ Each gives a value, or `UserError`; nothing else, and soon. tests/test_untrusted
 import contextlib
 import dataclasses
 import json
-import pickle
 import random
 import tempfile
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import numpy as np
 
 from jaxgpt.config import Experiment, from_dict
 from jaxgpt.data.conversations import read_messages
-from jaxgpt.data.shards import open_shard, read_vocabulary, scan
+from jaxgpt.data.shards import open_shard, scan
 from jaxgpt.data.template import find_template
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer, train_bpe
 from jaxgpt.errors import UserError
@@ -92,12 +91,6 @@ def _read_record(directory: Path) -> None:
     describe_data_changes(record.data, {"files": {"a.bin": {"tokens": 1}}, "train_tokens": 3})
 
 
-def _read_vocabulary(path: Path) -> None:
-    vocabulary = read_vocabulary(path)
-    assert vocabulary.encode(vocabulary.characters).tolist() == list(range(vocabulary.vocab_size))
-    vocabulary.to_json().encode()
-
-
 def _read_model(path: Path) -> None:
     """What import-hf makes of a config.json; every parameter of it has a row."""
     hf = read_json(path, 2**24)
@@ -169,7 +162,6 @@ def targets(directory: Path) -> dict[str, Target]:
     own = [t.to_json().encode() for t in (CharTokenizer("ab\nñ🐎"), ByteTokenizer())]
     header, tokens = np.zeros(256, np.int32), np.arange(300, dtype=np.uint16).tobytes()
     header[:3] = 20240520, 1, 300
-    meta = {"vocab_size": 3, "itos": dict(enumerate("abñ")), "stoi": {c: n for n, c in enumerate("abñ")}}
     # What comes with a model in Hugging Face's format, and what is asked of one.
     made = {f"h.{i}.w": hold(np.full((3, 4), i, np.float32)) for i in range(4)}
     write(tensors, made)
@@ -186,7 +178,6 @@ def targets(directory: Path) -> dict[str, Target]:
             _read_tokenizer, directory / "bpe.json", train_bpe([TEXT], 280).to_json().encode()
         ),
         ".bin": target(_read_shard, directory / "x.bin", header.tobytes() + tokens, tokens),
-        "meta.pkl": target(_read_vocabulary, directory / "meta.pkl", *(pickle.dumps(meta, n) for n in (2, 4))),
         "a model's config.json": target(_read_model, directory / "model.json", *encoded(*configs)),
         "safetensors": target(_read_tensors, tensors / "model.safetensors"),
         "safetensors index": target(_read_tensors, index / INDEX),
