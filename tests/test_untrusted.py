@@ -7,9 +7,12 @@ import math
 import os
 import random
 import re
+import shutil
+import socket
 import time
 import tracemalloc
 
+import fsspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,10 +21,13 @@ from jaxgpt.config import Experiment, from_dict
 from jaxgpt.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import open_file, parse_json, read_bytes, read_json, render_json
-from jaxgpt.runs.directory import read_metadata, write_metadata
+from jaxgpt.hf.source import find_directory
+from jaxgpt.runs import pretrained
+from jaxgpt.runs.directory import Origin, read_metadata, write_metadata
 from jaxgpt.runs.metrics import read_metrics, rewind_metrics
+from jaxgpt.runs.training import reopen_dataset
 from tests.faults import fuzz
-from tests.helpers import flip, tiny_experiment
+from tests.helpers import TINY, edit_record, flip, tiny_experiment
 from tests.test_architecture import imports, modules
 
 UNPICKLING = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "torch", "yaml"}
@@ -74,6 +80,54 @@ def test_only_the_experiment_that_the_user_names_is_run():
                 safe = any(k.arg == "allow_pickle" and ast.unparse(k.value) == "False" for k in node.keywords)
                 found |= set() if safe else {name}
     assert found == {"runs.code: exec", "runs.code: compile"}
+
+
+ADDRESS = "gs://sender/tokens"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"path": ADDRESS},
+        {"path": "reference::file:///tmp/x.json"},
+        {"path": "reference://x::file:///tmp/x.json"},
+        {"path": f"{ADDRESS}:0.5,ftp://sender/x:0.5"},
+        {"path": "{run}/mixture.json"},
+        {"path": "webhdfs://sender/x.bin", "tokenizer": "ids"},
+    ],
+)
+def test_the_record_of_a_run_names_nothing_to_connect_to(tmp_path, recorded, monkeypatch, data):
+    """It may be somebody else's. What its reader names is fetched, and only that."""
+    run, fetched = tmp_path / "run", []
+    monkeypatch.setattr(fsspec, "filesystem", fetched.append)
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: fetched.append("a connection"))
+    shutil.copytree(recorded, run)
+    (run / "mixture.json").write_text(json.dumps({ADDRESS: 1.0}))
+    forged = {name: text.replace("{run}", str(run)) for name, text in data.items()}
+    others = {"coordinator": "127.0.0.1:9", "processes": 2, "process_id": 1}
+    edit_record(run, lambda r: (r["experiment"]["data"].update(forged), r["experiment"]["parallel"].update(others)))
+    metadata = read_metadata(run)
+    for experiment in (metadata.given, metadata.experiment):
+        assert "://" not in experiment.data.path and experiment.parallel == Experiment(name="tiny").parallel
+        with pytest.raises(UserError, match="which is not there|no file or folder at"):
+            reopen_dataset(metadata, experiment.data, remedy="name that text")
+    assert fetched == []
+    named = dataclasses.replace(metadata.given.data, path=ADDRESS)
+    with pytest.raises(UserError, match=f"cannot read {ADDRESS}"):
+        reopen_dataset(metadata, named, remedy="name that text")
+    assert fetched == ["gs"]
+
+
+def test_the_base_of_received_adapters_is_not_downloaded(recorded, monkeypatch, tmp_path):
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("a connection"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match=r"sender/model was never downloaded here.*hf download sender/model"):
+        find_directory("sender/model", downloads=False)
+    origin = Origin(directory="/nowhere", step=None, sha256="0" * 64, model=TINY)
+    metadata = dataclasses.replace(read_metadata(recorded), origin=None)
+    object.__setattr__(metadata, "origin", origin)
+    with pytest.raises(UserError, match="sender/model was never downloaded here"):
+        pretrained.load_base(metadata, "sender/model")
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import filelock
@@ -23,6 +24,8 @@ from jaxgpt.files import cache_directory, is_there, make_cache, open_file, open_
 LOG = logging.getLogger(__name__)
 
 CHUNK = 8 * 1024**2  # bytes read at a time: a text may be larger than memory
+BUCKETS = ("gs", "s3")
+LEAST_FSSPEC = (2026, 6)  # in older ones the texts of a reference file system were programs
 LARGEST = 2**28  # bytes of a download. Every registered corpus is far below
 
 
@@ -109,16 +112,30 @@ def find_user_files(path: str) -> list[Path]:
     return files
 
 
-def fetch(url: str) -> Path:
-    """Return a copy in the cache of the file, or the folder of token shards or texts, at gs://, s3:// and the like.
+def find_copy(url: str) -> Path:
+    """Return where the cache has the file or folder of an address, if it was downloaded. Nothing is connected to."""
+    digest = hashlib.sha256(url.encode()).hexdigest()[:24]
+    folder = cache_directory() / "remote" / f"{re.sub(r'[^A-Za-z0-9.-]+', '_', url)[:80]}-{digest}"
+    name = url.rpartition("/")[2]
+    return folder / name if name and (folder / name).is_file() else folder
 
-    Files are downloaded once, and again where their size or version has changed. Raises `UserError` if that fails.
+
+def fetch(url: str) -> Path:
+    """Return a copy in the cache of the file, or the folder of token shards or texts, at gs:// or s3://.
+
+    Files are downloaded once, and again where their size or version has changed. Raises `UserError` if that fails. Only
+    buckets are read: fsspec's other protocols connect to any host, and its chained addresses can run code.
     """
+    protocol, _, root = url.partition("://")
+    if protocol not in BUCKETS or "::" in root:
+        raise UserError(f"{url} is not in a bucket (gs:// or s3://): download it, and name the file or folder")
     try:
         import fsspec  # takes 0.1 s to import, which local data do without
 
+        if tuple(map(int, version("fsspec").split(".")[:2])) < LEAST_FSSPEC:
+            raise ImportError(f"fsspec {version('fsspec')} is too old")
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback for each try without a network
-        fs, root = fsspec.url_to_fs(url)
+        fs = fsspec.filesystem(protocol)
         kinds = (".bin", ".txt", ".json", ".pkl")
         is_file = fs.info(root)["type"] == "file"
         names = [root] if is_file else sorted(f for f in fs.ls(root, detail=False) if f.endswith(kinds))
@@ -127,9 +144,10 @@ def fetch(url: str) -> Path:
         versions = {name: [str(info.get(stamp)) for stamp in stamps] for name, info in infos.items()}
         if not versions:
             raise UserError(f"{url} has no .bin or .txt files: name a folder of token shards or texts, or a file")
-        make_cache(directory := cache_directory() / "remote" / hashlib.sha256(url.encode()).hexdigest()[:24])
-        record = directory.with_suffix(".json")
-        with filelock.FileLock(directory.with_suffix(".lock")):  # one process of a host downloads
+        copy = find_copy(url)
+        make_cache(directory := copy.parent if copy.is_file() else copy)
+        record = directory.with_name(f"{directory.name}.json")
+        with filelock.FileLock(directory.with_name(f"{directory.name}.lock")):  # one process of a host downloads
             held = read_json(record, 2**24) if record.exists() else {}
             for name in held.keys() - versions:
                 (directory / name).unlink(missing_ok=True)
@@ -150,7 +168,7 @@ def fetch(url: str) -> Path:
     except Exception as e:  # each service has exceptions of its own
         why = str(e).strip().partition("\n")[0] or type(e).__name__
         raise UserError(f"cannot read {url}: {why}. Check the address and your credentials for it") from None
-    return directory / next(iter(versions)) if is_file else directory
+    return find_copy(url)
 
 
 def read_text(files: list[Path]) -> Iterator[str | None]:

@@ -20,7 +20,7 @@ import numpy as np
 from jaxgpt.config import DataConfig, GPTConfig
 from jaxgpt.data import template as chat
 from jaxgpt.data.conversations import Conversations, encode_all, read_messages
-from jaxgpt.data.corpus import fetch, find_corpus_files, find_user_files, read_text
+from jaxgpt.data.corpus import fetch, find_copy, find_corpus_files, find_user_files, read_text
 from jaxgpt.data.mixture import Mixture, read_mixture
 from jaxgpt.data.pipeline import Dataset, Tokens
 from jaxgpt.data.shards import find_shards, open_shards
@@ -51,7 +51,7 @@ def prepare(
         vocab_size: the model's vocabulary size, which tokenizer "ids" needs.
         known: fingerprint of an earlier dataset, to split as it was split. Earlier versions held out the last part of a
             folder. Unless `config.path` names an existing file, cached tokens with this fingerprint are used instead
-            of the text.
+            of the text. Nothing is downloaded from an address: see `replace_addresses`.
 
     Raises:
         UserError: there is no text, it is not UTF-8, or a split is shorter than one window.
@@ -59,7 +59,7 @@ def prepare(
     if sources := read_mixture(config.path):
         return _open_mixture(config, sources, known, block_size=block_size, vocab_size=vocab_size)
     if config.path is not None and "://" in config.path:
-        config = dataclasses.replace(config, path=str(fetch(config.path)))
+        config = dataclasses.replace(config, path=str(fetch(config.path) if known is None else find_copy(config.path)))
     by_file = known is None or "split" in known
     if config.path is not None and is_there(Path(config.path), "Name another text with --data.path."):
         known = None
@@ -108,9 +108,9 @@ def _open_mixture(config: DataConfig, sources: dict[str, float], known: dict[str
     """Return the dataset of several sources, by path and weight, which need one tokenizer. Arguments: `prepare`."""
     if config.tokenizer == "bpe":
         raise UserError(f"tokenizer bpe is trained on one text, not on {config.path}: give a tokenizer.json, or byte")
-    before = (known or {}).get("mixture", ())
+    before, unknown = (known or {}).get("mixture", ()), None if known is None else {}
     datasets = {
-        path: prepare(dataclasses.replace(config, path=path), known=before[n] if n < len(before) else None, **model)
+        path: prepare(dataclasses.replace(config, path=path), known=before[n] if n < len(before) else unknown, **model)
         for n, path in enumerate(sources)
     }
     all_of = [(path, dataset.tokenizer) for path, dataset in datasets.items()]

@@ -6,6 +6,7 @@ import bisect
 import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,19 @@ def assign_rows(weights: list[float]) -> tuple[list[tuple[int, int]], list[int]]
         order.append((part, int(given[part])))
         given[part] += 1
     return order, given.tolist()
+
+
+def replace_addresses(path: str | None, replace: Callable[[str], Path]) -> str | None:
+    """Return a data path, or a mixture of them, with a local path in place of each address.
+
+    The record of a run may be somebody else's, who must not choose the hosts to which a reader connects. So a record is
+    read with `find_copy`, and only an address that the user names now is replaced by `fetch`.
+    """
+    if path is None or "://" not in path:
+        return path
+    sources = read_mixture(path)
+    local = {name: str(replace(name)) if "://" in name else name for name in sources or [path]}
+    return ",".join(f"{local[name]}:{weight!r}" for name, weight in sources.items()) or local[path]
 
 
 def read_mixture(path: str | None) -> dict[str, float]:

@@ -52,10 +52,11 @@ class Source:
     tensors: dict[str, Tensor]
 
 
-def find_directory(name: str, wanted: Sequence[str] = WANTED) -> Path:
+def find_directory(name: str, wanted: Sequence[str] = WANTED, *, downloads: bool = True) -> Path:
     """Return the directory of a model, downloaded from the Hub if needed. Raises `UserError` if it is not available.
 
-    name: a directory, or an id on the Hub, which is downloaded to huggingface_hub's cache. wanted: files.
+    name: a directory, or an id on the Hub, which is downloaded to huggingface_hub's cache. wanted: files. downloads:
+    False takes what that cache has, for a name from the record of a run.
     """
     path = Path(name)
     if is_there(path, "Give a directory with config.json, tokenizer.json and .safetensors files."):
@@ -74,10 +75,12 @@ def find_directory(name: str, wanted: Sequence[str] = WANTED) -> Path:
     except ImportError:
         raise UserError(f"no directory at {path}. To download a model: python -m pip install 'jaxgpt[hf]'") from None
     try:
-        return Path(snapshot_download(name, allow_patterns=list(wanted), ignore_patterns="*/*"))
+        files = {"allow_patterns": list(wanted), "ignore_patterns": "*/*"}
+        return Path(snapshot_download(name, local_files_only=not downloads, **files))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
+        why = f"could not be downloaded: {first_line(e)[:200]}" if downloads else "was never downloaded here"
         raise UserError(
-            f"no directory at {path}, and {name} could not be downloaded: {first_line(e)[:200]}. Download it where "
+            f"no directory at {path}, and {name} {why}. Download it where "
             f"there is a network (hf download {name} --local-dir DIR) and give that directory instead."
         ) from None
 

@@ -36,6 +36,8 @@ FORMAT = 2  # version of experiment.json and the run directory. It is raised whe
 BEGINNINGS = re.compile(
     r"\.lock|(tokenizer|tokenizer_config|special_tokens_map|experiment)\.json(\..*)?|chat_template\.jinja|hf|code"
 )
+# The addresses of other processes do not belong to a record: one process may resume the run.
+ALONE: dict[str, Any] = {"coordinator": None, "processes": None, "process_id": None}
 LARGEST_METADATA = 2**24  # longest experiment.json to read, in bytes: about 100,000 token files
 
 
@@ -170,14 +172,13 @@ def write_metadata(
     from jaxgpt.data.template import write_template
     from jaxgpt.parallel.device import device_kind
 
-    # The addresses of the other processes do not belong to the experiment: one process may resume the run.
-    here = dataclasses.replace(experiment.parallel, coordinator=None, processes=None, process_id=None)
+    alone = dataclasses.replace(experiment.parallel, **ALONE)
     program, *options = sys.argv or [""]
     name = "jaxgpt" if Path(program).name == "__main__.py" else Path(program).name
     words = ["python", name, *options] if name.endswith(".py") else [name, *options]
     record = {
         "format": FORMAT,
-        "experiment": to_dict(dataclasses.replace(experiment, parallel=here)),
+        "experiment": to_dict(dataclasses.replace(experiment, parallel=alone)),
         "vocab_size": vocab_size,
         "data": data,
         "imported": imported,
@@ -246,7 +247,8 @@ def read_metadata(directory: Path, *, trust_code: bool = False) -> RunMetadata:
             raise
 
     try:
-        given = experiment = from_dict(Experiment, record.get("experiment"), "experiment.", find_class=find)
+        given = from_dict(Experiment, record.get("experiment"), "experiment.", find_class=find)
+        given = experiment = _without_addresses(given)
         found = record.get("origin")
         origin = None if found is None else from_dict(Origin, found, "origin.", find_class=find)
         if origin is not None:
@@ -267,6 +269,17 @@ def read_metadata(directory: Path, *, trust_code: bool = False) -> RunMetadata:
         if untrusted:
             raise
         raise UserError(f"{path} is damaged, or of another version: {e}") from None
+
+
+def _without_addresses(experiment: Experiment) -> Experiment:
+    """Return a recorded experiment without anything to connect to: see `replace_addresses`."""
+    data = experiment.data
+    if data.path is not None and "://" in data.path:
+        from jaxgpt.data.corpus import find_copy
+        from jaxgpt.data.mixture import replace_addresses
+
+        data = dataclasses.replace(data, path=replace_addresses(data.path, find_copy))
+    return dataclasses.replace(experiment, data=data, parallel=dataclasses.replace(experiment.parallel, **ALONE))
 
 
 def load_run_tokenizer(metadata: RunMetadata) -> Tokenizer:

@@ -20,7 +20,7 @@ from jaxgpt.config.serialize import class_name
 from jaxgpt.data.conversations import Conversations
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, sha256
-from jaxgpt.hf.source import open_source
+from jaxgpt.hf.source import find_directory, open_source
 from jaxgpt.hf.weights import read_params
 from jaxgpt.lora import init_adapters, merge_adapters
 from jaxgpt.parallel.strategy import with_shardings
@@ -184,8 +184,10 @@ def load_base(metadata: RunMetadata, name: str | None = None) -> Weights:
     assert name is not None and origin is not None
     tokenizer = str(metadata.experiment.data.tokenizer)  # a copy, since the model's may be gone
     beside = metadata.directory.absolute().parent / Path(origin.directory).name  # if both were copied here
-    location = next((str(path) for path in (origin.directory, name, beside) if os.path.exists(path)), name)
-    found = open_weights(location, step=origin.step, tokenizer=tokenizer)
+    location = next((path for path in (origin.directory, name, beside) if os.path.exists(path)), None)
+    if location is None:
+        location = find_directory(name, downloads=False)
+    found = open_weights(str(location), step=origin.step, tokenizer=tokenizer)
     if found.sha256() != origin.sha256:
         raise UserError(f"{found.directory} holds other weights than the run began from: restore those")
     return found

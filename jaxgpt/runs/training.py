@@ -15,8 +15,9 @@ import numpy as np
 
 from jaxgpt.batch import Batch
 from jaxgpt.config import DataConfig, Experiment, LoraConfig, differences
+from jaxgpt.data.corpus import fetch
 from jaxgpt.data.dataset import resolve_vocab
-from jaxgpt.data.mixture import parts_of
+from jaxgpt.data.mixture import parts_of, replace_addresses
 from jaxgpt.data.pipeline import PREFETCH, Dataset, Split, training_batches, validation_batches
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import cache_directory, is_there
@@ -299,6 +300,7 @@ def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, rem
     data configuration, perhaps with another path. None means the recorded one.
     """
     data = data or metadata.experiment.data
+    data = dataclasses.replace(data, path=replace_addresses(data.path, fetch))  # the user's: a record has none
     try:
         dataset = data.open_dataset(metadata.model, known=metadata.data)
     except UserError:

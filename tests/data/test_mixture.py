@@ -210,12 +210,13 @@ def bucket(monkeypatch, tmp_path):
     fs = fsspec.filesystem("memory")
     for name, first in (("x_train_000000", 0), ("x_train_000001", 100), ("x_val_000000", 200)):
         fs.pipe(f"/tokens/{name}.bin", np.arange(first, first + 100, dtype=np.uint16).tobytes())
+    monkeypatch.setattr(fsspec, "filesystem", lambda protocol: {"s3": fs}[protocol])
     yield fs
     fs.store.clear()
 
 
 def test_shards_of_a_bucket_are_downloaded_once_and_again_where_they_change(bucket, tmp_path, monkeypatch):
-    config, opened = DataConfig(path="memory://tokens", tokenizer="ids"), []
+    config, opened = DataConfig(path="s3://tokens", tokenizer="ids"), []
     plain = type(bucket).open
     monkeypatch.setattr(type(bucket), "open", lambda fs, path, *a, **k: opened.append(path) or plain(fs, path, *a, **k))
 
@@ -236,20 +237,24 @@ def test_shards_of_a_bucket_are_downloaded_once_and_again_where_they_change(buck
     assert train()[0] == [*range(100), *range(300, 400)] and len(opened) == 1  # what has not changed is kept
     bucket.rm("/tokens/x_train_000001.bin")
     assert train()[0] == [*range(100)]
-    mixed = dataclasses.replace(config, path="memory://tokens/x_train_000000.bin:0.5,memory://tokens:0.5")
-    assert len(prepare(mixed, block_size=8, vocab_size=1000).train) == 90 + 100
+    mixed = dataclasses.replace(config, path="s3://tokens/x_train_000000.bin:0.5,s3://tokens:0.5")
+    dataset = prepare(mixed, block_size=8, vocab_size=1000)
+    assert len(dataset.train) == 90 + 100
+    bucket.store.clear()  # a run that goes on takes the copies
+    assert prepare(mixed, block_size=8, vocab_size=1000, known=dataset.fingerprint).fingerprint == dataset.fingerprint
 
 
 def test_a_bucket_that_cannot_be_read_is_one_line_and_leaves_nothing(bucket, tmp_path, monkeypatch):
-    def refused(said, path="memory://tokens"):
+    def refused(said, path="s3://tokens"):
         with pytest.raises(UserError, match=rf"^[^\n]*{said}[^\n]*\Z"):
             prepare(DataConfig(path=path, tokenizer="ids"), block_size=8, vocab_size=1000)
         assert not [p for p in (tmp_path / "cache").rglob("*.*") if p.suffix != ".lock"]
 
-    refused("cannot read memory://nowhere: /nowhere. Check the address", "memory://nowhere")
-    refused("cannot read what://bucket: Protocol not known: what", "what://bucket")
+    refused("cannot read s3://nowhere: /nowhere. Check the address", "s3://nowhere")
+    for other in ("memory://tokens", "reference::s3://tokens", "s3://tokens::file:///x", "S3://tokens"):
+        refused(r"is not in a bucket \(gs:// or s3://\): download it", other)
     bucket.mkdir("/tokens/empty")
-    refused("has no .bin or .txt files", "memory://tokens/empty")
+    refused("has no .bin or .txt files", "s3://tokens/empty")
     info = type(bucket).info
     monkeypatch.setattr(type(bucket), "info", lambda fs, path, **kwargs: info(fs, path, **kwargs) | {"size": 300})
     refused("x_train_000000.bin ended after 200 of 300 bytes")
@@ -259,5 +264,7 @@ def test_a_bucket_that_cannot_be_read_is_one_line_and_leaves_nothing(bucket, tmp
 
     monkeypatch.setattr(type(bucket), "info", denied)
     refused("Anonymous caller does not have storage.objects.list access. Check the address and your credentials")
-    monkeypatch.setattr(fsspec, "url_to_fs", lambda url: (_ for _ in ()).throw(ImportError("Please install gcsfs")))
+    monkeypatch.setattr(fsspec, "filesystem", lambda url: (_ for _ in ()).throw(ImportError("Please install gcsfs")))
     refused(r"python -m pip install 'jaxgpt\[remote\]' \(Please install gcsfs\)", "gs://bucket/tokens")
+    monkeypatch.setattr("jaxgpt.data.corpus.version", lambda name: "2026.5.1")
+    refused(r"python -m pip install 'jaxgpt\[remote\]' \(fsspec 2026.5.1 is too old\)", "gs://bucket/tokens")
