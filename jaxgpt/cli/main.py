@@ -57,7 +57,7 @@ COMMANDS = {
     "report": Command("report.report", "[RUN]", "jaxgpt report runs/mine"),
     "xray": Command(commands.xray, "[RUN]", 'jaxgpt xray --prompt "The value of the" --out xray.html'),
     "page": Command(commands.page, "[RUN]", "jaxgpt page --out page.html"),
-    "runs": Command("overview.runs", "[DIRECTORY]", "jaxgpt runs --sort loss --filter 'status=complete'"),
+    "runs": Command("overview.runs", "[DIRECTORY]", "jaxgpt runs --sort loss"),
     "plan": Command(commands.plan, "[EXPERIMENT]", "jaxgpt plan quickstart --train.batch-size 64"),
     "sweep": Command(
         "sweep.sweep", "[EXPERIMENT]", "jaxgpt sweep quickstart --over optim.learning-rate=1e-4..1e-1 --trials 20"

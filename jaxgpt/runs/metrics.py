@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 
 from jaxgpt.errors import CheckpointSaveError
 from jaxgpt.files import is_there, open_file, open_whole, render_json, write_whole
+
+LARGEST_STEP, LARGEST = 2**63 - 1, sys.float_info.max  # larger numbers overflow where a step or a value is used
 
 
 class MetricsFile:
@@ -39,27 +42,44 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines in order. Damaged lines are skipped with a warning.
+    """Return the lines in order. Damaged lines are left out with a warning: see `parse_metrics`."""
+    lines, problem = parse_metrics(path)
+    if problem:
+        warnings.warn(problem, UserWarning, stacklevel=2)
+    return lines
 
-    A last line without a newline is skipped silently: it is being written, or was when the run was killed.
+
+def parse_metrics(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """Return the lines in order, and how many are damaged, in words: "" if none is.
+
+    A line with a value that `MetricsFile` does not write is damaged as one that is not JSON. A last line without a
+    newline counts for nothing: it is being written, or was when the run was killed.
     """
     if not is_there(path, "It holds the run's losses."):
-        return []
+        return [], ""
     lines, damaged = [], 0
     with open_file(path) as f:
         for raw in f:
             line = None
             with contextlib.suppress(ValueError, RecursionError):
                 line = json.loads(raw)
-            if isinstance(line, dict) and isinstance(line.get("step"), int):
+            if _is_line(line):
                 line.pop("crc32", None)  # earlier versions wrote a checksum
                 lines.append(line)
             else:
                 damaged += raw.endswith(b"\n")
-    if damaged:
-        message = f"{path}: {damaged} of {len(lines) + damaged} lines are damaged and left out"
-        warnings.warn(message, UserWarning, stacklevel=2)
-    return lines
+    return lines, f"{path}: {damaged} of {len(lines) + damaged} lines are damaged and left out" if damaged else ""
+
+
+def _is_line(line: Any) -> bool:
+    """Return whether a JSON value is a line: a step, and numbers, the reason of a skipped step, or losses by source."""
+    if not isinstance(line, dict) or type(step := line.get("step")) is not int or not 0 <= step <= LARGEST_STEP:
+        return False
+    numbers = [value for name, value in line.items() if name not in ("skipped", "val_losses")]
+    by_source = line.get("val_losses", {})
+    if not isinstance(line.get("skipped", ""), str) or not isinstance(by_source, dict):
+        return False
+    return all(x is None or (type(x) in (int, float) and abs(x) <= LARGEST) for x in (*numbers, *by_source.values()))
 
 
 def rewind_metrics(path: Path, step: int) -> None:
@@ -69,8 +89,8 @@ def rewind_metrics(path: Path, step: int) -> None:
 
 
 def finite_values(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
-    """Return (step, value) for each finite value of a field, such as "val_loss"."""
-    return [(x["step"], x[name]) for x in lines if x.get(name) is not None and math.isfinite(x[name])]
+    """Return (step, value) for each finite value of a field, such as "val_loss", by step: the last one of each step."""
+    return sorted({x["step"]: x[name] for x in lines if x.get(name) is not None and math.isfinite(x[name])}.items())
 
 
 def plot_losses(lines: Sequence[dict[str, Any]], path: Path, title: str) -> None:

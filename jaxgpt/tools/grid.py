@@ -72,12 +72,13 @@ def read_curve(directory: Path, experiment: Experiment) -> Curve:
     """
     lines = read_metrics(directory / "metrics.jsonl")
     validated = finite_values(lines, "val_loss")
-    rated = [(line["tokens"], line["tokens_per_second"]) for line in lines if line.get("tokens_per_second")]
-    tokens, rates = np.array(rated, float).reshape(-1, 2).T
-    elapsed = np.cumsum(np.diff(tokens, prepend=0.0) / rates)
-    at = [step * experiment.train.batch_size * experiment.model.block_size for step, _ in validated]
-    seconds = np.interp(at, [0.0, *tokens], [0.0, *elapsed]).tolist()
-    return Curve(tokens=at, seconds=seconds, losses=[loss for _, loss in validated])
+    rated = [(step, rate) for step, rate in finite_values(lines, "tokens_per_second") if rate > 0]
+    steps, rates = np.array(rated, float).reshape(-1, 2).T
+    per_step = experiment.train.batch_size * experiment.model.block_size
+    elapsed = np.cumsum(np.diff(steps, prepend=0.0) * per_step / rates)
+    at = [step for step, _ in validated]
+    seconds = np.interp(at, [0.0, *steps], [0.0, *elapsed]).tolist()
+    return Curve(tokens=[step * per_step for step in at], seconds=seconds, losses=[loss for _, loss in validated])
 
 
 def with_values(experiment: Experiment, point: Mapping[str, Any]) -> Experiment:

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import fnmatch
 import operator
 import os
-import re
 import shutil
 import statistics
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from jaxgpt.config import GPTConfig
-from jaxgpt.config.validate import suggest
-from jaxgpt.errors import UserError
+from jaxgpt.errors import UserError, first_line, shell_line
 from jaxgpt.files import Result, is_there, read_json
 from jaxgpt.runs.directory import RunMetadata, is_training, read_metadata
-from jaxgpt.runs.metrics import finite_values, read_metrics
+from jaxgpt.runs.metrics import finite_values, parse_metrics
 
 LARGEST_SUMMARY = 2**26  # longest summary.json to read, in bytes
 LARGEST_FIRST = ("size", "tokens", "speed", "date")
 SUFFIXES = {"k": 1e3, "M": 1e6, "B": 1e9}
-COMPARE = {"=": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt}
-COMPARE |= {">=": operator.ge, "~": fnmatch.fnmatchcase}
-WORDS, NUMBERS = ("name", "status", "date", "verdict"), ("size", "tokens", "loss", "reward", "speed", "step", "steps")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,14 +39,13 @@ class Row:
     speed: float | None = None  # median of the log, in tokens per second
     date: str | None = None  # when metrics.jsonl or experiment.json was last written, ISO 8601, local time
     verdict: str | None = None  # the verdict of `jaxgpt report`
-    problem: str | None = None  # why a damaged run cannot be read
+    problem: str | None = None  # what is damaged, and left out of the other fields
 
 
 def runs(
     directory: str = "runs",
     *,
     sort: Literal["date", "loss", "name", "size", "speed", "tokens"] = "name",
-    filter: tuple[str, ...] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> Result:
     """List all runs below a directory.
@@ -61,14 +53,11 @@ def runs(
     Args:
         directory: is searched at any depth, but links are not followed
         sort: the column to sort by: best loss, largest number or newest date first
-        filter: FIELD<VALUE, with name, status, date, verdict, size, tokens, loss, reward, speed, step or steps, also with
-            <= > >= = != and, for a pattern, name~*relu*. May be given several times
-        say: receives a line of text if not all runs are listed, or there are none.
+        say: receives a line of text if there are none.
     """
-    found = read_rows(Path(directory))
-    rows = select_rows(found, filter, sort)
-    if len(rows) < len(found) or not found:
-        say(f"{len(rows)} of {len(found)} runs below {directory}")
+    rows = sort_rows(read_rows(Path(directory)), sort)
+    if not rows:
+        say(f"no runs below {directory}")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return Result([dataclasses.asdict(row) for row in rows], format_rows(rows, width))
 
@@ -89,37 +78,45 @@ def read_rows(directory: Path) -> list[Row]:
 
 def _read_row(directory: Path) -> Row:
     """Return the row of a run, also of one that cannot be read."""
-    files = [directory / name for name in ("experiment.json", "metrics.jsonl")]
-    written = max(path.stat().st_mtime if path.exists() else 0.0 for path in files)
-    date = datetime.datetime.fromtimestamp(written).astimezone().isoformat(timespec="seconds")
     try:
-        metadata = read_metadata(directory)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # warnings of damaged lines, which count for nothing
-            lines = read_metrics(directory / "metrics.jsonl")
-        report = directory / "summary.json"
-        summary: Any = read_json(report, LARGEST_SUMMARY) if report.exists() else None
-        size = None if metadata.model.is_foreign else count_parameters(metadata.model)
-    except UserError as e:
-        return Row(name=str(directory), status="damaged", date=date, problem=str(e).removeprefix(f"{directory}/"))
+        return _read_run(directory)
+    except (OSError, OverflowError, ValueError) as e:  # also `UserError`
+        return Row(name=str(directory), status="damaged", problem=first_line(e).removeprefix(f"{directory}/"))
+
+
+def _read_run(directory: Path) -> Row:
+    """Return the row of a run, with what is left of a damaged log. Raises `UserError` for a run that cannot be read."""
+    metadata, log = read_metadata(directory), directory / "metrics.jsonl"
+    lines, problem = parse_metrics(log)
+    written = max(path.stat().st_mtime for path in (directory / "experiment.json", log) if path.exists())
     config, is_imported = metadata.experiment.train, metadata.imported is not None
     step, rates = max((line["step"] for line in lines), default=0), finite_values(lines, "tokens_per_second")
-    verdict = summary and summary["verdict"]
-    if summary and (logged := summary["steps"]["logged"]) != step:
-        verdict += f" (at step {logged})"  # the run has been trained since
     return Row(
         name=str(directory),
-        status=_status(metadata, lines, step),
+        status="damaged" if problem else _status(metadata, lines, step),
         step=None if is_imported else step,
         steps=None if is_imported else config.steps,
-        size=size,
+        size=None if metadata.model.is_foreign else count_parameters(metadata.model),
         tokens=None if is_imported else step * config.batch_size * metadata.experiment.model.block_size,
         loss=min((loss for _, loss in finite_values(lines, "val_loss")), default=None),
         reward=next((reward for _, reward in reversed(finite_values(lines, "reward"))), None),
         speed=statistics.median(rate for _, rate in rates) if rates else None,
-        date=date,
-        verdict=verdict,
+        date=datetime.datetime.fromtimestamp(written).astimezone().isoformat(timespec="seconds"),
+        verdict=_read_verdict(directory, step),
+        problem=problem.removeprefix(f"{directory}/") or None,
     )
+
+
+def _read_verdict(directory: Path, step: int) -> str | None:
+    """Return the verdict of a run's report, with its step if the run has been trained since. None: it has no report."""
+    report = directory / "summary.json"
+    if not report.exists():
+        return None
+    match read_json(report, LARGEST_SUMMARY):
+        case {"verdict": str(verdict), "steps": {"logged": int(logged)}}:
+            return verdict if logged == step else f"{verdict} (at step {logged})"
+    again = shell_line("jaxgpt", "report", directory, "--force")
+    raise UserError(f"{report} is damaged: it has no verdict or no steps. Write it again: {again}")
 
 
 def _status(metadata: RunMetadata, lines: list[dict[str, Any]], step: int) -> str:
@@ -130,7 +127,8 @@ def _status(metadata: RunMetadata, lines: list[dict[str, Any]], step: int) -> st
     if is_training(metadata.directory):
         return "training"
     skipped = [line["step"] for line in lines if "skipped" in line][-most:]
-    if skipped == list(range(step - most + 1, step + 1)) or {"step": steps, "val_loss": None} in lines[-2:]:
+    is_stuck = len(skipped) == most and skipped == list(range(step - most + 1, step + 1))
+    if is_stuck or {"step": steps, "val_loss": None} in lines[-2:]:
         return "diverged"
     return "complete" if (metadata.directory / "checkpoints" / str(steps)).is_dir() else "interrupted"
 
@@ -160,43 +158,11 @@ def count_parameters(config: GPTConfig) -> int:
     return count + (c.block_size * c.n_embd if c.position == "learned" else 0)
 
 
-def select_rows(rows: Sequence[Row], conditions: Sequence[str], sort: str) -> list[Row]:
-    """Return the rows that meet all conditions, such as "loss<1.5", sorted by a field. Rows without it come last.
-
-    Raises `UserError` for a condition that cannot be read.
-    """
-    for condition in conditions:
-        try:
-            name, compare, wanted = _parse_condition(condition)
-        except ValueError as e:
-            raise UserError(f"--filter {condition!r}: {e}") from None
-        known = [(row, getattr(row, name)) for row in rows if getattr(row, name) is not None]
-        rows = [row for row, value in known if compare(value, wanted)]
-    measured = [row for row in rows if getattr(row, sort) is not None]
-    measured.sort(key=operator.attrgetter(sort), reverse=sort in LARGEST_FIRST)
-    return measured + [row for row in rows if getattr(row, sort) is None]
-
-
-def _parse_condition(condition: str) -> tuple[str, Callable[[Any, Any], bool], Any]:
-    """Return field, comparison and value, which may be a number such as 1.5, 1e6, 300k or 124M. Raises `ValueError`."""
-    match = re.fullmatch(r"(\w+)\s*(<=|>=|!=|=|<|>|~)\s*(.*)", condition, re.DOTALL)
-    if match is None:
-        raise ValueError(f"give FIELD, one of {' '.join(COMPARE)}, and a value: 'loss<1.5'")
-    name, sign, text = match.groups()
-    compare = COMPARE[sign]
-    if name == "date" and sign != "~":  # date=2026-11-23 is all of that day
-        return name, lambda value, wanted: compare(value[: len(wanted)], wanted), text
-    if name in WORDS:
-        return name, compare, text
-    if name not in NUMBERS:
-        known = (*WORDS, *NUMBERS)
-        raise ValueError(f"no field {name}{suggest(name, known)}. There are {', '.join(known)}")
-    if sign == "~":
-        raise ValueError(f"~ compares {', '.join(WORDS)} with a pattern. For {name} give < or >")
-    number = re.fullmatch(r"([-+]?[\d.]+(?:e[-+]?\d+)?)([kMB]?)", text)
-    if number is None or number[1].count(".") > 1:
-        raise ValueError(f"got {text!r}, needs a number such as 1.5, 1e6, 300k or 124M")
-    return name, compare, float(number[1]) * SUFFIXES.get(number[2], 1.0)
+def sort_rows(rows: Sequence[Row], field: str) -> list[Row]:
+    """Return the rows sorted by a field. Those without it come last."""
+    measured = [row for row in rows if getattr(row, field) is not None]
+    measured.sort(key=operator.attrgetter(field), reverse=field in LARGEST_FIRST)
+    return measured + [row for row in rows if getattr(row, field) is None]
 
 
 def format_rows(rows: Sequence[Row], width: int | None) -> str:
@@ -218,7 +184,7 @@ def format_rows(rows: Sequence[Row], width: int | None) -> str:
         loss, speed = ("" if row.loss is None else f"{row.loss:.4f}", "" if row.speed is None else f"{row.speed:,.0f}")
         reward = ["" if row.reward is None else f"{row.reward:.4f}"] if rewards else []
         cells = [row.name, _shorten(row.size), _shorten(row.tokens), loss, *reward, speed, (row.date or "")[:10]]
-        texts = (*cells, row.status + reached, row.verdict or row.problem or "")
+        texts = (*cells, row.status + reached, row.problem or row.verdict or "")
         table.add_row(*(Text(text if text.isprintable() else repr(text)) for text in texts))
     console = Console(width=width or 10_000, color_system=None)
     with console.capture() as capture:

@@ -1,4 +1,4 @@
-"""`jaxgpt runs`: what is read of each run, filters, the table, and what it costs."""
+"""`jaxgpt runs`: what is read of each run, the order, the table, and what it costs."""
 
 import dataclasses
 import json
@@ -8,10 +8,10 @@ import statistics
 import pytest
 
 from jaxgpt.config import GPTConfig
-from jaxgpt.errors import UserError
 from jaxgpt.parallel import device
-from jaxgpt.runs.directory import lock_run
-from jaxgpt.tools.overview import Row, count_parameters, format_rows, read_rows, runs, select_rows
+from jaxgpt.runs.directory import lock_run, read_metadata
+from jaxgpt.tools.grid import read_curve
+from jaxgpt.tools.overview import count_parameters, format_rows, read_rows, runs
 from tests.helpers import check_command
 from tests.tools.written_run import STEPS, write_run
 
@@ -92,37 +92,64 @@ def test_a_run_is_in_training_while_its_lock_is_held_and_has_the_verdict_of_its_
         assert read_rows(tmp_path)[0].verdict == said
 
 
-@pytest.mark.parametrize(
-    ("conditions", "sort", "kept"),
-    [
-        (["name~*gelu*"], "name", ["study/gelu/seed-0", "study/gelu/seed-1"]),
-        (["tokens>0.1k", "status!=diverged"], "speed", ["complete", "some skipped"]),
-        (["step = 6"], "date", ["study/gelu/seed-0"]),
-        (["status=damaged"], "loss", ["damaged", "pipe"]),
-        (["date<2000"], "size", []),
-    ],
-)
-def test_rows_are_filtered_and_sorted(place, conditions, sort, kept):
+@pytest.mark.parametrize("sort", ["name", "loss", "tokens", "speed", "date", "size"])
+def test_rows_are_sorted_and_those_without_a_value_come_last(place, sort):
+    values = [row[sort] for row in runs(str(place), sort=sort).to_json()]
+    known = [value for value in values if value is not None]
+    assert values == sorted(known, reverse=sort not in ("name", "loss")) + [None] * (len(values) - len(known))
+
+
+def test_no_runs_are_said(tmp_path):
     said = []
-    found = runs(str(place), sort=sort, filter=tuple(conditions), say=said.append)
-    rows = [Row(**values) for values in found.to_json()]
-    assert list(named(rows, place)) == kept and said == [f"{len(kept)} of 9 runs below {place}"]
-    losses = [row.loss for row in select_rows(read_rows(place), [], "loss")]
-    known = [loss for loss in losses if loss is not None]
-    assert losses == sorted(known) + [None] * (len(losses) - len(known)) and None in losses
+    assert runs(str(tmp_path), say=said.append).to_json() == [] and said == [f"no runs below {tmp_path}"]
+
+
+NO_LINES = [
+    {"step": 5, "val_loss": "x"},
+    {"step": 5, "loss": [1.0]},
+    {"step": 5, "tokens_per_second": {}},
+    {"step": 5, "seconds": True},
+    {"step": True, "loss": 1.0},
+    {"step": -1, "loss": 1.0},
+    {"step": 2**63, "loss": 1.0},
+    {"step": 5, "reward": 10**400},
+    {"step": 5, "skipped": 1},
+    {"step": 5, "val_loss": 1.0, "val_losses": {"a": "x"}},
+    {"step": 5, "val_loss": 1.0, "val_losses": [1.0]},
+]
+
+
+@pytest.mark.parametrize("line", NO_LINES, ids=lambda line: str(line)[:40])
+def test_a_line_of_wrong_types_is_damage_of_its_run_alone(place, tmp_path, line):
+    shutil.copytree(place / "complete", tmp_path / "bad")
+    shutil.copytree(place / "complete", tmp_path / "good")
+    log = tmp_path / "bad/metrics.jsonl"
+    log.write_text(json.dumps(line) + "\n" + log.read_text())
+    bad, good = read_rows(tmp_path)
+    said = "metrics.jsonl: 1 of 16 lines are damaged and left out"
+    assert (bad.status, bad.problem, good.status) == ("damaged", said, "complete")
+    assert dataclasses.replace(bad, name=good.name, status=good.status, problem=None, date=good.date) == good
+    with pytest.warns(UserWarning, match="1 of 16 lines"):
+        assert read_curve(tmp_path / "bad", read_metadata(tmp_path / "bad").experiment).losses[-1] == 7.25
+
+
+def test_lines_that_are_doubled_count_once_and_their_order_does_not(place, tmp_path):
+    shutil.copytree(place / "complete", tmp_path / "run")
+    log, experiment = tmp_path / "run/metrics.jsonl", read_metadata(tmp_path / "run").experiment
+    curve = read_curve(tmp_path / "run", experiment)
+    log.write_text("".join(f"{line}\n" for line in reversed(log.read_text().splitlines())) * 2)
+    assert read_curve(tmp_path / "run", experiment) == curve and read_rows(tmp_path)[0].status == "complete"
 
 
 @pytest.mark.parametrize(
-    ("condition", "said"),
-    [
-        ("los<1", "no field los (did you mean loss?). There are name, status"),
-        ("loss<many", "got 'many', needs a number"),
-    ],
+    "summary",
+    ["[]", "3", "null", '{"verdict": 1, "steps": {"logged": 10}}', '{"verdict": "x"}', '{"verdict": "x", "steps": []}'],
 )
-def test_a_condition_that_cannot_be_read_is_refused(condition, said):
-    with pytest.raises(UserError) as e:
-        select_rows([], [condition], "name")
-    assert said in str(e.value)
+def test_a_summary_of_wrong_types_is_damage_of_its_run_alone(place, tmp_path, summary):
+    for name in ("bad", "good"):
+        shutil.copytree(place / "complete", tmp_path / name)
+    (tmp_path / "bad/summary.json").write_text(summary)
+    assert [row.status for row in read_rows(tmp_path)] == ["damaged", "complete"]
 
 
 def test_the_table_fits_on_a_terminal_and_nothing_is_cut(place):
