@@ -102,10 +102,10 @@ def fit(
                     tokenizer_config=dataset.tokenizer_config,
                     origin=None if weights is None else weights.describe(experiment.model),
                 )
-            elif recorded.given.train.steps < config.steps:
-                extend_metadata(directory, training.given)
             step = checkpoints.rewind()
             rewind_metrics(training.metrics, step)
+            if recorded is not None:
+                extend_metadata(recorded, training.given, after=step)
             return step
 
         start = multihost.on_process_0(open_directory)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxgpt.config import Experiment, GPTConfig, from_dict, to_dict
-from jaxgpt.config.validate import Size, check_fields, short
+from jaxgpt.config.validate import NonNegativeInt, PositiveInt, Size, check_fields, short
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import is_there, json_sha256, read_json, write_whole
 from jaxgpt.runs.code import find_class, keep_code, own_code
@@ -126,6 +126,18 @@ class Origin:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Intervals:
+    """How often a run logs and validates after a step, which may change when it is resumed."""
+
+    after: NonNegativeInt  # steps taken when the session began
+    log_every: PositiveInt
+    eval_every: PositiveInt
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunMetadata:
     """The content of `experiment.json`."""
 
@@ -139,6 +151,7 @@ class RunMetadata:
     versions: dict  # versions of Python, jaxgpt and the packages that it computed with when the run was started
     device: str  # kind of device on which the run was started
     command: str | None  # command that started the run
+    intervals: tuple[Intervals, ...]  # by session, where they changed. The first are those of `given`
     code: dict | None  # SHA-256 of each file of its own classes, kept in code/. None if it has none, or no file
 
     def __post_init__(self) -> None:
@@ -204,12 +217,21 @@ def installed_versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 
-def extend_metadata(directory: Path, experiment: Experiment) -> None:
-    """Record that a run continues to `experiment.train.steps`, with the schedule's earlier ends in `optim.horizons`."""
+def extend_metadata(metadata: RunMetadata, experiment: Experiment, after: int) -> None:
+    """Record what changes when a run continues after a step: its end and its intervals, if they do.
+
+    The end is `experiment.train.steps`, with the schedule's earlier ends in `optim.horizons`.
+    """
+    train, directory, intervals = experiment.train, metadata.directory, list(metadata.intervals)
+    if (train.log_every, train.eval_every) != (intervals[-1].log_every, intervals[-1].eval_every):
+        intervals.append(Intervals(after=after, log_every=train.log_every, eval_every=train.eval_every))
+    elif train.steps == metadata.given.train.steps:
+        return
     record = read_json(directory / "experiment.json", LARGEST_METADATA)
     record.pop("sha256", None)  # older versions wrote none
     record["experiment"]["train"]["steps"] = experiment.train.steps
     record["experiment"]["optim"]["horizons"] = experiment.optim.horizons
+    record["intervals"] = [dataclasses.asdict(each) for each in intervals[1:]]
     _write(directory, record)
 
 
@@ -256,8 +278,10 @@ def read_metadata(directory: Path, *, trust_code: bool = False) -> RunMetadata:
         if origin is not None or given.data.tokenizer_file is not None:
             own = dataclasses.replace(given.data, tokenizer=str(directory / "tokenizer.json"))
             experiment = dataclasses.replace(experiment, data=own)
+        first = {"after": 0, "log_every": given.train.log_every, "eval_every": given.train.eval_every}
         return RunMetadata(
             directory=directory,
+            intervals=tuple(from_dict(Intervals, x, "intervals.") for x in [first, *(record.get("intervals") or [])]),
             experiment=experiment,
             given=given,
             origin=origin,

@@ -23,15 +23,17 @@ import numpy as np
 from jaxgpt.config.validate import Count, Fraction, Interval, check_count, check_whole
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, parse_json, render_json
+from jaxgpt.loop import UNLOGGED
 from jaxgpt.parallel.device import device_kind
 from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.runs.autopsy import NonFiniteReport, debug_step, format_report
 from jaxgpt.runs.checkpoint import CorruptCheckpoint, open_checkpoints
 from jaxgpt.runs.directory import find_run, installed_versions, read_metadata
-from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.runs.training import gather_params, open_training
-from jaxgpt.train import NOT_FINITE, Metrics, why_skipped
+from jaxgpt.runs.metrics import parse_metrics, read_metrics
+from jaxgpt.runs.training import Training, gather_params, open_training
+from jaxgpt.train import NOT_FINITE, Metrics, TrainState, why_skipped
 
+TIMES = ("tokens_per_second", "mfu", "seconds")  # what a line says of the machine, which no audit can repeat
 SHARE = 0.035  # share of a run's steps to repeat by default
 MOST_PRINTED = 10  # most findings to print
 
@@ -140,6 +142,19 @@ class AuditResult:
         """Return whether every step was repeated."""
         return self.retaken == self.steps
 
+    def compare(self, what: str, claimed: Any, again: Any) -> None:
+        """Add a finding unless two numbers or arrays are equal. A number that is not finite is written as None."""
+        if claimed is None:
+            equal, by = not math.isfinite(again), ""
+        else:
+            x, y = np.asarray(claimed, np.float64), np.asarray(again, np.float64)
+            distance = float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30))
+            equal = np.array_equal(x, y, equal_nan=True) or distance <= self.tolerance
+            by = f", {distance:.1e} apart"
+        if not equal:
+            was, now = ("an array" if isinstance(value, np.ndarray) else value for value in (claimed, again))
+            self.findings.append(f"{what} is {was} in the run, {now} here{by}")
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields and the verdict."""
         return dataclasses.asdict(self) | {"accepted": self.accepted, "is_whole": self.is_whole}
@@ -177,7 +192,8 @@ def audit(
     """Check a run's numbers by taking random steps again.
 
     They are compared with the log and the checkpoints, bit for bit. The SHA-256 of configuration, data and checkpoints
-    are compared, and the last validation loss is measured again. Exit status 1: something differs.
+    are compared, and the validation losses of these steps and of the last checkpoint are measured again. A line that
+    the run should have and lacks, or has and should not, is a finding too. Exit status 1: something differs.
 
     Args:
         run: run directory, by default the newest under runs/
@@ -196,7 +212,7 @@ def audit(
     seed = secrets.randbits(32) if seed is None else check_whole("seed", seed)
     if metadata.imported is not None:
         raise UserError(f"{metadata.directory} is an imported model: there is no training to audit")
-    checkpoints = open_checkpoints(metadata.directory)
+    open_checkpoints(metadata.directory)  # refused without any
     if data is not None:
         if not is_there(Path(data), "Name another text with --data."):
             raise UserError(f"no file or folder at {data}: name another text with --data")
@@ -204,33 +220,15 @@ def audit(
     experiment = dataclasses.replace(metadata.experiment, data=config)
     remedy = "to audit it, name that text with --data"
     training = open_training(experiment, metadata.directory, metadata, remedy=remedy)
-    lines = read_metrics(training.metrics)
-    log = {line["step"]: line for line in lines if "val_loss" not in line}
-    val_losses = {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
     here, there = installed_versions() | {"device": device_kind()}, metadata.versions | {"device": metadata.device}
     elsewhere = [f"{name} {there.get(name)}, here {value}" for name, value in here.items() if there.get(name) != value]
     found = AuditResult(run=str(metadata.directory), tolerance=tolerance, steps=total, seed=seed, elsewhere=elsewhere)
-    kept: list[int] = []
-    for step in checkpoints.steps():
-        try:
-            checkpoints.verify(step)
-            kept.append(step)
-        except (CorruptCheckpoint, OSError) as e:
-            found.findings.append(str(e))
-
-    def compare(what: str, claimed: Any, again: Any) -> None:
-        """Add a finding unless two numbers or arrays are equal. A number that is not finite is written as None."""
-        if claimed is None:
-            equal, by = not math.isfinite(again), ""
-        else:
-            x, y = np.asarray(claimed, np.float64), np.asarray(again, np.float64)
-            distance = float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30))
-            equal, by = np.array_equal(x, y, equal_nan=True) or distance <= tolerance, f", {distance:.1e} apart"
-        if not equal:
-            was, now = ("an array" if isinstance(value, np.ndarray) else value for value in (claimed, again))
-            found.findings.append(f"{what} is {was} in the run, {now} here{by}")
-
-    starts = {step: max(state for state in (0, *kept) if state < step) for step in sorted({*log, *kept})}
+    claims = _read_claims(training, found)
+    last = max((*claims.steps, *claims.validations, *claims.kept), default=0)
+    starts = {
+        step: max(state for state in (0, *claims.kept) if state < step)
+        for step in sorted({*claims.steps, *claims.validations, *claims.kept})
+    }
     least = min((step - start for step, start in starts.items()), default=0)
     if steps is not None and left < least:
         raise UserError(
@@ -246,30 +244,117 @@ def audit(
             left -= cost
     found.retaken = sum(stop - start for start, stop in stops.items())
     say(f"re-taking {found.retaken:,} of {total:,} steps")
+    measured: set[int] = set()
+
+    def measure(step: int, state: TrainState) -> None:
+        """Measure the validation loss after a step, and compare it with the log and with the checkpoint's."""
+        loss = functools.partial(mean_loss, training.trainer.eval_step, training.trainer.merged_params(state))
+        val_loss, val_losses = training.measure_val_loss(lambda windows: loss(windows)[0])
+        line = claims.validations.get(step, {"val_loss": claims.kept.get(step)})
+        claimed = {"val_loss": line["val_loss"], **line.get("val_losses", {})}
+        again = {"val_loss": val_loss, **val_losses}
+        _compare_names(found, step, claimed, again)
+        measured.add(step)
+
     for start, stop in sorted(stops.items()):
         state = training.restore_or_init(start)
         for step, taken, metrics in training.take_steps(state, start, stop):
             state = taken
-            why, line = _why_skipped(metrics), log.get(step, {})
-            found.compared_steps += bool(line or why)
-            if why is None and "loss" in line:
-                for name in ("loss", "grad_norm"):
-                    compare(f"step {step}: {name}", line[name], float(metrics[name]))
-            elif (why, line.get("skipped")).count(None) == 1 or (why != line.get("skipped") and not tolerance):
-                found.findings.append(f"step {step}: skipped is {line.get('skipped')} in the run, {why} here")
-        if stop in kept:
+            due = next(each for each in reversed(metadata.intervals) if each.after < step)
+            is_logged = step % due.log_every == 0 or step == total
+            _compare_line(found, claims.steps.get(step), step, metrics, training, is_logged=is_logged)
+            if step in claims.validations:
+                measure(step, state)
+            elif (step % due.eval_every == 0 and not step == last < total) or step == total:  # where a signal ended it
+                found.findings.append(f"step {step}: its validation loss is not in the log")
+        if stop in claims.kept:
             found.compared_checkpoints += 1
             claimed = training.restore_or_init(stop)
             for item in ("params", "opt_state"):
                 arrays = jax.tree.leaves_with_path(getattr(claimed, item))
                 for (path, x), y in zip(arrays, jax.tree.leaves(getattr(state, item)), strict=True):
-                    compare(f"checkpoint {stop}: {item}{jax.tree_util.keystr(path)}", np.asarray(x), np.asarray(y))
-    measured = [step for step in kept if checkpoints.val_loss(step) is not None][-1:]
-    for step in measured:
-        params = training.trainer.merged_params(training.restore_or_init(step))
-        loss = functools.partial(mean_loss, training.trainer.eval_step, params)
-        val_loss, _ = training.measure_val_loss(lambda windows, loss=loss: loss(windows)[0])
-        compare(f"checkpoint {step}: val_loss", checkpoints.val_loss(step), val_loss)
-        compare(f"step {step}: val_loss", val_losses.get(step), val_loss)
-    found.compared_validations, found.verified_checkpoints = len(measured), len(kept)
+                    what = f"checkpoint {stop}: {item}{jax.tree_util.keystr(path)}"
+                    found.compare(what, np.asarray(x), np.asarray(y))
+    newest = max((step for step, val_loss in claims.kept.items() if val_loss is not None), default=None)
+    if newest is not None and newest not in measured:
+        measure(newest, training.restore_or_init(newest))
+    found.compared_validations = len(measured)
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Claims:
+    """What a run says of its steps."""
+
+    steps: dict[int, dict[str, Any]]  # the lines of metrics.jsonl with a loss or a reason to skip
+    validations: dict[int, dict[str, Any]]  # the lines with a validation loss
+    kept: dict[int, float | None]  # the validation loss of each undamaged checkpoint
+
+
+def _read_claims(training: Training, found: AuditResult) -> _Claims:
+    """Return what a run claims. What cannot be true, whatever its steps give, is a finding."""
+    lines, damaged = parse_metrics(training.metrics)
+    claims = _Claims({}, {}, {})
+    found.findings += [damaged] if damaged else []
+    impossible = f"is in the run, which has the steps 1 to {found.steps}"
+    for line in lines:
+        step, kinds = line["step"], [name for name in ("loss", "skipped", "val_loss") if name in line]
+        claimed = claims.validations if kinds == ["val_loss"] else claims.steps
+        if len(kinds) != 1:
+            found.findings.append(f"step {step}: a line of the log has {' and '.join(kinds) or 'no loss'}")
+        elif not 1 <= step <= found.steps:
+            found.findings.append(f"step {step}: {impossible}")
+        elif step in claimed:
+            found.findings.append(f"step {step}: a second line of the log has {kinds[0]}")
+        else:
+            claimed[step] = line
+    for step in training.checkpoints.steps():
+        try:
+            training.checkpoints.verify(step)
+        except (CorruptCheckpoint, OSError) as e:
+            found.findings.append(str(e))
+            continue
+        if not 1 <= step <= found.steps:
+            found.findings.append(f"checkpoint {step}: {impossible}")
+            continue
+        claims.kept[step] = training.checkpoints.val_loss(step)
+        logged = claims.validations.get(step, {}).get("val_loss")
+        if claims.kept[step] != logged:
+            found.findings.append(f"checkpoint {step}: its val_loss is {claims.kept[step]}, and {logged} in the log")
+    found.verified_checkpoints = len(claims.kept)
+    return claims
+
+
+def _compare_line(
+    found: AuditResult,
+    line: dict[str, Any] | None,
+    step: int,
+    metrics: Metrics,
+    training: Training,
+    *,
+    is_logged: bool,
+) -> None:
+    """Compare the line of a training step with what the step gives here. is_logged: whether it needs a line."""
+    why, experiment = _why_skipped(metrics), training.experiment
+    if line is None:
+        if why is not None or is_logged:
+            found.findings.append(f"step {step}: is not in the log{'' if why is None else f', skipped here: {why}'}")
+        return
+    found.compared_steps += 1
+    claimed = line.get("skipped")
+    if why is not None or claimed is not None:
+        if None in (why, claimed) or (why != claimed and not found.tolerance):
+            found.findings.append(f"step {step}: skipped is {claimed} in the run, {why} here")
+        return
+    known = {name: value for name, value in metrics.items() if name not in UNLOGGED}
+    known["tokens"] = step * experiment.train.batch_size * experiment.model.block_size
+    _compare_names(found, step, {name: value for name, value in line.items() if name not in ("step", *TIMES)}, known)
+
+
+def _compare_names(found: AuditResult, step: int, claimed: dict[str, Any], again: dict[str, Any]) -> None:
+    """Compare the numbers of a line, which has exactly the names that are found here."""
+    for name in sorted({*claimed, *again}):
+        if name in claimed and name in again:
+            found.compare(f"step {step}: {name}", claimed[name], float(again[name]))
+        else:
+            found.findings.append(f"step {step}: {name} is {'not ' * (name not in claimed)}in the log")

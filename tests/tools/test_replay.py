@@ -10,7 +10,7 @@ import pytest
 
 from jaxgpt.errors import Preempted, UserError
 from jaxgpt.fitting import fit
-from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.checkpoint import Checkpoints, _render
 from jaxgpt.runs.directory import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.training import open_training
@@ -47,7 +47,7 @@ def test_random_steps_of_an_honest_run_are_right_and_nothing_is_written(honest):
     before = {path: path.stat().st_mtime_ns for path in honest.rglob("*")}
     found = audit(honest, steps=6)
     assert found.accepted and not found.is_whole and 1 <= found.retaken <= 6 and not found.elsewhere
-    assert found.compared_validations == 1 and found.verified_checkpoints == STEPS // KEEP
+    assert found.compared_validations >= 1 and found.verified_checkpoints == STEPS // KEEP
     assert "accepted" in str(found) and "bit for bit" in str(found)
     assert audit(honest, steps=6, seed=found.seed) == found
     assert {path: path.stat().st_mtime_ns for path in honest.rglob("*")} == before
@@ -72,7 +72,61 @@ def at(step, name, **values):
     )
 
 
+def lines_of(change):
+    """Return a function that changes the list of the log's lines."""
+
+    def edit(run):
+        path = run / "metrics.jsonl"
+        path.write_text("".join(f"{line}\n" for line in change(path.read_text().splitlines())))
+
+    return edit
+
+
+def without(step, name):
+    return lines_of(lambda lines: [x for x in lines if f'"step": {step},' not in x or name not in x])
+
+
+def with_line(text):
+    return lines_of(lambda lines: [*lines, text])
+
+
+def reseal(step, **values):
+    """Return a function that changes a manifest, whose SHA-256 is right again."""
+
+    def edit(run):
+        path = run / f"checkpoints/{step}/manifest.json"
+        body = json.loads(path.read_text())
+        del body["sha256"]
+        path.write_text(_render(body | values))
+
+    return edit
+
+
 FALSE = {
+    "step 8: val_loss is": at(8, "val_loss", val_loss=0.5),
+    "checkpoint 8: its val_loss is 0.5": reseal(8, val_loss=0.5),
+    "checkpoint 12: its val_loss is None": reseal(12, val_loss=None),
+    "step 6: val_loss is 0.25 in the run": with_line('{"step": 6, "val_loss": 0.25}'),
+    "step 5: a second line of the log has loss": lines_of(
+        lambda lines: [*lines, next(x for x in lines if '"step": 5,' in x)]
+    ),
+    "step 5: a second line of the log has skipped": with_line('{"step": 5, "skipped": "loss is nan"}'),
+    "step 8: a second line of the log has val_loss": with_line('{"step": 8, "val_loss": 0.25}'),
+    "step 7: a line of the log has loss and val_loss": at(7, "loss", loss=1.0, val_loss=None),
+    "step 7: a line of the log has no loss": at(7, "loss", grad_norm=1.0),
+    "step 7: grad_norm is not in the log": at(7, "loss", loss=1.0, learning_rate=1.0, tokens=224),
+    "step 9: is not in the log": without(9, "loss"),
+    f"step {STEPS}: is not in the log": without(STEPS, "learning_rate"),
+    "step 12: its validation loss is not in the log": without(12, "val_loss"),
+    "step 0: is in the run, which has the steps 1 to 20": with_line('{"step": 0, "loss": 0.5}'),
+    "step 21: is in the run, which has the steps 1 to 20": with_line('{"step": 21, "val_loss": 0.5}'),
+    "step 1000000000000000: is in the run": with_line('{"step": 1000000000000000, "val_loss": 0.5}'),
+    "step 3: learning_rate is 0.5 in the run": lambda run: edit_log(
+        run, lambda x: x | {"learning_rate": 0.5} if x["step"] == 3 else x
+    ),
+    "step 3: tokens is 1 in the run": lambda run: edit_log(run, lambda x: x | {"tokens": 1} if x["step"] == 3 else x),
+    "step 3: accuracy is in the log": lambda run: edit_log(run, lambda x: x | {"accuracy": 1} if x["step"] == 3 else x),
+    "1 of 26 lines are damaged": with_line('{"step": 5, "val_loss": "x"}'),
     "step 15: grad_norm is": at(15, "loss", loss=2.5, grad_norm=1.25),
     "step 7: skipped is loss is nan in the run, None here": at(7, "loss", skipped="loss is nan"),
     f"checkpoint {STEPS}: params['": false_weights,
@@ -115,6 +169,7 @@ def test_an_audit_takes_at_least_one_logged_step_again(honest, tmp_path):
         shutil.rmtree(run / "checkpoints" / str(step))
     lines = [line for line in read_metrics(run / "metrics.jsonl") if line["step"] in (10, STEPS)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    edit_record(run, lambda record: record["experiment"]["train"].update(log_every=10, eval_every=STEPS))
     with pytest.raises(
         UserError, match="steps=9: the nearest logged step is 10 steps after a checkpoint: give at least 10"
     ):
