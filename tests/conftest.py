@@ -130,6 +130,19 @@ QUICK = (
     "config/test_config.py",
     *(f"test_{name}.py" for name in ("loss", "model", "optim", "train")),
 )
+# Where slow tests hold a number of ours: results that are equal bit for bit or to another implementation, kills, the
+# programs of TPUs and GPUs. CI runs these, and tests/all.sh the other slow ones.
+NUMBERS = (
+    *(f"{folder}/" for folder in ("faults", "gguf", "hf", "interventions", "layers", "parallel", "runs", "sample")),
+    *("data/", "tools/plan/", "tools/test_replay.py"),
+    *(f"test_{name}.py" for name in ("model", "mup", "old_runs", "session")),
+)
+# Comparisons with torch, transformers, PEFT and TRL.
+PEERS = (
+    *(f"hf/test_{name}.py" for name in ("adapters", "conversations", "in_and_out", "parity")),
+    *(f"zoo/test_{name}.py" for name in ("alibi", "differential_attention", "import_hf", "qwen3_next")),
+    "post/test_trl_parity.py",
+)
 # What lies outside the package has slow tests, all but those of one file.
 OUTSIDE = {"zoo": "test_table.py", "post": "test_rollouts.py"}
 MAPS = 15_000  # of 65,530; without a bound a process of the slow tests came to 59,437
@@ -140,9 +153,13 @@ MEMORY = 4 * 2**30  # bytes for each process of the tests; the largest seen took
 def pytest_collection_modifyitems(items):
     tests = Path(__file__).parent
     for item in items:
-        of_core = item.path.relative_to(tests).as_posix().startswith(QUICK) and "remat" not in item.name
-        if of_core and not item.get_closest_marker("slow"):
+        path = item.path.relative_to(tests).as_posix()
+        if path.startswith(QUICK) and "remat" not in item.name and not item.get_closest_marker("slow"):
             item.add_marker("quick")
+        if path.startswith(NUMBERS):
+            item.add_marker("numbers")
+        if path.startswith(PEERS):
+            item.add_marker("peers")
         if OUTSIDE.get(item.path.parent.name, item.path.name) != item.path.name:
             item.add_marker("slow")
     items.sort(key=lambda item: next((n for n, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
