@@ -78,7 +78,7 @@ def find_corpus_files(name: str) -> list[Path]:
         raw = BUILT_IN[name]().encode()
         digest = hashlib.sha256(raw).hexdigest()
         path = cache_directory() / "corpora" / f"{stem}-{digest[:12]}.{suffix or 'txt'}"
-        if not path.exists():
+        if not path.exists() or sha256(path) != digest:
             make_cache(path.parent)
             write_whole(path, raw)
         return [path]

@@ -206,10 +206,48 @@ def test_what_is_known_is_found_in_the_cache_without_its_text(kind, text_file, t
         assert prepare(config, block_size=64, known=before.fingerprint).fingerprint != before.fingerprint
 
 
+DAMAGE = [
+    *[(kind, name) for kind in ("text", "chat") for name in ("train.bin", "val.bin", "tokenizer.json", "meta.json")],
+    ("chat", "train_answers.bin"),
+    ("chat", "val_ends.bin"),
+]
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "delete", "null"])
+@pytest.mark.parametrize(("kind", "name"), DAMAGE)
+def test_what_is_damaged_in_the_cache_is_made_again_or_told(kind, name, harm, tmp_path, monkeypatch, caplog):
+    """Whichever byte it is. Without the text the tokens are not found, and stay where they are."""
+    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "cache"))
+    path = chat_file(tmp_path) if kind == "chat" else tmp_path / "t.txt"
+    if kind == "text":
+        path.write_text("añejo, lance\n" * 90)
+    config = DataConfig(path=str(path), tokenizer="byte")
+    before = prepare(config, block_size=64)
+    (file,) = (tmp_path / "cache").glob(f"tokens/*/{name}")
+    raw = file.read_bytes()
+    at = raw.index(b'"about"') + 26 if name == "meta.json" and kind == "text" else len(raw) // 2  # a digit of val_bytes
+    harmed = {"flip": raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :], "cut": raw[:-1], "null": b"null"}
+    file.unlink()
+    if harm != "delete":
+        file.write_bytes(harmed[harm])
+    Path(path).rename(tmp_path / "away")
+    with pytest.raises(UserError, match="no file"):
+        prepare(config, block_size=64, known=before.fingerprint)
+    assert harm == "delete" or file.read_bytes() == harmed[harm]
+    (tmp_path / "away").rename(path)
+    after = prepare(config, block_size=64)
+    assert "are damaged: encoding the text again" in caplog.messages[-1] and file.read_bytes() == raw
+    assert (after.fingerprint, after.val_bytes) == (before.fingerprint, before.val_bytes)
+
+
 def test_a_corpus_that_is_another_one_by_now_is_found_as_it_was(monkeypatch):
     """Python's own reference changes with its version."""
     monkeypatch.setattr(corpus, "_python_docs", lambda: "An old version. " * 99)
     before = prepare(DataConfig(), block_size=8).fingerprint
     monkeypatch.setattr(corpus, "_python_docs", lambda: "A new version. " * 99)
     assert prepare(DataConfig(), block_size=8, known=before).fingerprint == before
-    assert prepare(DataConfig(), block_size=8).fingerprint != before
+    now = prepare(DataConfig(), block_size=8).fingerprint
+    assert now != before
+    (file,) = corpus.find_corpus_files("python-docs")
+    file.write_text("damaged")
+    assert prepare(DataConfig(), block_size=8).fingerprint == now
