@@ -347,7 +347,9 @@ def _entry(spec: dict[str, Any]) -> Path:
 def _find_entry(known: dict[str, Any], is_packed: bool) -> Entry | None:
     """Return the entry with a known fingerprint, whatever text it was made from, or None if there is none undamaged."""
     for meta in sorted((cache_directory() / "tokens").glob("*/meta.json")):
-        with contextlib.suppress(UserError, LookupError, TypeError):  # of an earlier version, just being written, damaged
+        with contextlib.suppress(
+            UserError, LookupError, TypeError
+        ):  # of an earlier version, just being written, damaged
             held = read_json(meta, 2**20)["fingerprint"]
             is_same = ("train_ends_sha256" in held) == is_packed and all(known.get(key) == held[key] for key in held)
             if is_same:

@@ -15,9 +15,9 @@ import numpy as np
 
 from jaxgpt.config import DataConfig
 from jaxgpt.data.pipeline import Dataset, Tokens
-from jaxgpt.data.tokenizer import IdTokenizer, fingerprint, load_tokenizer, open_tokenizer
+from jaxgpt.data.tokenizer import IdTokenizer, Tokenizer, fingerprint, load_tokenizer, open_tokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.files import is_there, open_file, read_json
+from jaxgpt.files import is_there, json_sha256, open_file, read_json
 
 # llm.c's shards start with 256 int32: magic, version, number of tokens. The magic gives the width of a token.
 LLMC_HEADER_BYTES = 1024
@@ -41,6 +41,7 @@ FROM_NANOGPT = (
 )
 
 SCAN = 2**22  # tokens read at a time
+OURS = re.compile(r"(train|val)_\d{6,}\.bin")  # names of the shards of `jaxgpt prepare`
 HELD_OUT = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])", re.IGNORECASE)  # matches the names of validation files
 
 
@@ -69,8 +70,10 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
     the tokens is. The tokenizer is a tokenizer.json next to them. Without one it is ids, if `vocab_size` is known.
     """
     root, notes = Path(config.path or ""), []
-    beside = (root if root.is_dir() else root.parent) / "tokenizer.json"
-    index = read_index(root) if root.is_dir() else []
+    folder = root if root.is_dir() else root.parent
+    beside, index = folder / "tokenizer.json", read_index(folder)
+    if index is not None and index["at"] is not None and root.is_dir():
+        raise UserError(f"{root} is not complete: jaxgpt prepare was interrupted, and the same command goes on")
     text = next((p for p in sorted(root.rglob("*.txt")) if p.is_file()), None) if root.is_dir() else None
     if config.tokenizer == "ids":
         if vocab_size is None:
@@ -78,6 +81,8 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
         tokenizer = IdTokenizer(vocab_size)
     elif config.tokenizer == "char" and is_there(beside, "Move it elsewhere."):
         tokenizer = load_tokenizer(beside)
+        if index is not None:
+            check_tokenizer(beside, tokenizer, index)
         notes.append(f"the tokenizer is {beside}")
     elif config.tokenizer == "char" and vocab_size is not None:
         tokenizer = IdTokenizer(vocab_size)
@@ -97,10 +102,8 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
         raise UserError(f"{root} has validation shards only ({files[0].name}): training needs some too")
     shards = {f: open_shard(f) for f in files}
     scanned = {f.name: scan(f, tokens, max(tokenizer.vocab_size, vocab_size or 0)) for f, tokens in shards.items()}
-    for name, made in index:
-        if scanned.get(name) != made:
-            wrong = "is not as it was made" if name in scanned else "is missing"
-            raise UserError(f"{root / name} {wrong} (index.json has its tokens and SHA-256): fetch or prepare it again")
+    if index is not None:
+        check_shards(folder, [s for s in index["shards"] if root.is_dir() or s["file"] in scanned], scanned)
     train, val = [tokens for f, tokens in shards.items() if f not in held_out], [shards[f] for f in held_out]
     if held_out:
         more = f" and {len(val) - 3} more" if len(val) > 3 else ""
@@ -123,18 +126,51 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
     )
 
 
-def read_index(root: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return (name, what `scan` said of it) of each shard that `jaxgpt prepare` wrote, [] if it wrote none.
+def read_index(root: Path) -> dict[str, Any] | None:
+    """Return the index.json of `jaxgpt prepare`, without its own digest, or None if there is none or another program's.
 
-    Raises `UserError` if `jaxgpt prepare` was interrupted.
+    Raises `UserError` if it is damaged.
     """
     path = root / "index.json"
     held = read_json(path, 2**26) if is_there(path, "Move it elsewhere.") else None
-    if not isinstance(held, dict) or held.get("jaxgpt") != "prepare":
-        return []
-    if held["at"] is not None:
-        raise UserError(f"{root} is not complete: jaxgpt prepare was interrupted, and the same command goes on")
-    return [(s["file"], {"tokens": s["tokens"], "sha256": s["sha256"]}) for s in held["shards"]]
+    digest = held.pop("sha256", None) if isinstance(held, dict) else None  # earlier versions wrote none
+    match held:
+        case {
+            "jaxgpt": "prepare",
+            "at": None | [int(), int(), int()],
+            "arguments": dict(),
+            "bytes": dict(),
+            "open": dict(opened),
+            "shards": list(shards),
+            "tokenizer": {"sha256": str(), "vocab_size": int(), "end_of_text": int()},
+        } if digest in (None, json_sha256(held)) and all(map(_is_shard, [*shards, *opened.values()])):
+            return held
+    if held is not None and (digest is not None or any(OURS.fullmatch(file.name) for file in root.glob("*.bin"))):
+        raise UserError(f"{path} is damaged: restore a copy, or delete {root} and prepare it again")
+    return None
+
+
+def _is_shard(record: Any) -> bool:
+    """Return whether this is the record of a complete shard, or of an open one: its number, tokens and documents."""
+    match record:
+        case {"file": str(), "documents": int(), "tokens": int(), "sha256": str()} | [int(), int(), int()]:
+            return True
+    return False
+
+
+def check_shards(root: Path, listed: list[dict[str, Any]], scanned: dict[str, dict[str, Any]]) -> None:
+    """Raise `UserError` unless the shards that an index lists are what `scan` says of each by name."""
+    for shard in listed:
+        name = shard["file"]
+        if scanned.get(name) != {key: shard[key] for key in ("tokens", "sha256")}:
+            wrong = "is not as it was made" if name in scanned else "is missing"
+            raise UserError(f"{root / name} {wrong} (index.json has its tokens and SHA-256): fetch or prepare it again")
+
+
+def check_tokenizer(path: Path, tokenizer: Tokenizer, index: dict[str, Any]) -> None:
+    """Raise `UserError` unless the tokenizer is the one that the shards of an index were made with."""
+    if fingerprint(tokenizer) != index["tokenizer"]["sha256"]:
+        raise UserError(f"{path} is not as it was made (index.json has its SHA-256): restore it, or prepare it again")
 
 
 def open_shard(path: Path) -> np.ndarray:

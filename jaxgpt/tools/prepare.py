@@ -36,7 +36,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from jaxgpt.config.validate import Count, Fraction, Interval
 from jaxgpt.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, fingerprint, load_tokenizer, train_bpe
 from jaxgpt.errors import UserError, first_line, reason_of, shell_line
-from jaxgpt.files import Result, is_there, open_file, parse_json, read_json, render_json, write_whole
+from jaxgpt.files import Result, is_there, json_sha256, open_file, parse_json, render_json, write_whole
 
 SPLITS = ("train", "val")
 KIND = re.compile(r"(?s).*\.(?:(txt|jsonl)(?:\.(gz|zst))?|parquet)")
@@ -103,6 +103,7 @@ def prepare(
     lock, index = lock_run(place, fresh=False, doing="prepared", option="--out"), {"at": None}
     try:
         index = read_index(place, given, names)
+        check_files(place, index)
         if index["at"] is None:
             say(f"{place} is complete already")
             return describe(place, index)
@@ -136,32 +137,47 @@ def describe(place: Path, index: dict[str, Any]) -> Result:
 
 def read_index(place: Path, given: dict[str, Any], names: dict[str, int]) -> dict[str, Any]:
     """Return the index to go on from. Raises `UserError` if the folder holds something else, or other arguments."""
-    held = read_json(path, 2**26) if (path := place / "index.json").exists() else None
-    if not isinstance(held, dict) or held.get("jaxgpt") != "prepare":
+    from jaxgpt.data.shards import read_index as read_held
+
+    if (held := read_held(place)) is None:
         others = sorted(p.name for p in place.iterdir() if not re.fullmatch(r"\.lock|index\.json\.\w{8}", p.name))
         if others:
             raise UserError(f"{place} holds something else, such as {others[0]}: name another --out")
     elif held["at"] != START:
         then, done = held["arguments"], len(names) if held["at"] is None else held["at"][0]
-        differing = [f"{key} ({then[key]!s:.60}, now {given[key]!s:.60})" for key in given if then[key] != given[key]]
+        differing = [f"{key} ({then.get(key)!s:.60}, now {x!s:.60})" for key, x in given.items() if then.get(key) != x]
         if not differing:  # a file that is not read to its end may have been repaired
-            differing = [f"size of {name}" for name in [*names][:done] if held["bytes"][name] != names[name]]
+            differing = [f"size of {name}" for name in [*names][:done] if held["bytes"].get(name) != names[name]]
         if differing:
             raise UserError(f"{place} was begun with another {', '.join(differing)}: name another --out, or delete it")
         return held | {"bytes": names}
     return {"jaxgpt": "prepare", "arguments": given, "bytes": names, "at": START, "open": {}, "shards": []}
 
 
+def check_files(place: Path, index: dict[str, Any]) -> None:
+    """Raise `UserError` unless the files that an index lists are as they were written."""
+    from jaxgpt.data.shards import check_shards, check_tokenizer, open_shard, scan
+
+    if index["at"] != START:
+        check_tokenizer(path := place / "tokenizer.json", load_tokenizer(path), index)
+        files = [path for shard in index["shards"] if (path := place / shard["file"]).exists()]
+        check_shards(place, index["shards"], {f.name: scan(f, open_shard(f), 2**32) for f in files})
+
+
+def save_index(place: Path, index: dict[str, Any]) -> None:
+    """Write the index with its own digest."""
+    write_whole(place / "index.json", render_json({"sha256": json_sha256(index), **index}, indent=1))
+
+
 def write_shards(
     place: Path, index: dict[str, Any], tokenizer: Tokenizer, workers: int, say: Callable[[str], None]
 ) -> None:
     """Encode from the index's position to the end of the sources."""
-    given, names, path = index["arguments"], index["bytes"], place / "index.json"
+    given, names = index["arguments"], index["bytes"]
     known = {"sha256": fingerprint(tokenizer), "vocab_size": tokenizer.vocab_size, "end_of_text": find_end(tokenizer)}
-    if index.setdefault("tokenizer", known) != known:
-        raise UserError(f"{place / 'tokenizer.json'} was changed: name another --out, or delete {place}")
+    index["tokenizer"] = known
     if index["at"] == START:
-        write_whole(path, render_json(index, indent=1))
+        save_index(place, index)
         write_whole(place / "tokenizer.json", tokenizer.to_json())
     shards = {split: Shard(place, split, index, *index["open"].get(split, START)) for split in SPLITS}
     pieces = read_pieces([*names], given["column"], given["val_fraction"], index["at"])
@@ -181,7 +197,7 @@ def write_shards(
             tell(done if total is None else sum(starts[: last.following[0] + 1]) + last.read)
             if len(index["shards"]) > closed or time.monotonic() - saved > SAVE_EVERY or index["at"] == START:
                 index |= {"at": last.following, "open": {split: shard.sync() for split, shard in shards.items()}}
-                write_whole(path, render_json(index, indent=1))
+                save_index(place, index)
                 saved = time.monotonic()
     for shard in shards.values():
         shard.finish()
@@ -191,7 +207,7 @@ def write_shards(
         raise UserError(f"{', '.join(names)[:200]}: {wrong}: give more text")
     index |= {"at": None, "open": {}, "shards": sorted(index["shards"], key=lambda shard: shard["file"])}
     delete(place, keep=["index.json", "tokenizer.json", ".lock", *(shard["file"] for shard in index["shards"])])
-    write_whole(path, render_json(index, indent=1))
+    save_index(place, index)
 
 
 class Shard:

@@ -1,10 +1,12 @@
 """`jaxgpt prepare`: the same bytes from any format, with any number of workers, after kills. Bad input gets one line."""
 
+import contextlib
 import errno
 import gzip
 import itertools
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -17,8 +19,10 @@ import pytest
 import jaxgpt
 from jaxgpt.config import DataConfig
 from jaxgpt.data.dataset import prepare as open_data
+from jaxgpt.data.shards import read_index
 from jaxgpt.data.tokenizer import BPETokenizer, train_bpe
 from jaxgpt.errors import UserError
+from jaxgpt.files import json_sha256
 from jaxgpt.tools import prepare as chapter
 from jaxgpt.tools.prepare import prepare
 from tests.helpers import flip, run_command, tiny_experiment
@@ -96,19 +100,24 @@ def write(kind, folder):
     return folder
 
 
+def interrupted(after):
+    """Return `encode_pieces`, interrupted at one batch."""
+    real, left = chapter.encode_pieces, itertools.count()
+
+    def encode(*args):
+        if next(left) == after:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    return encode
+
+
 @pytest.mark.parametrize("kind", ["txt", "jsonl.gz", "jsonl.zst", "parquet", "hf"])
 @pytest.mark.filterwarnings("ignore")  # of datasets
 def test_every_format_gives_the_same_tokens_even_when_it_is_interrupted(kind, made, known, tmp_path, monkeypatch):
     source = write(kind, tmp_path / "in")
     monkeypatch.setattr(chapter, "PIECE", 10_000)
-    real, left = chapter.encode_pieces, itertools.count()
-
-    def stop(*args):
-        if next(left) == 4:
-            raise KeyboardInterrupt
-        return real(*args)
-
-    monkeypatch.setattr(chapter, "encode_pieces", stop)
+    monkeypatch.setattr(chapter, "encode_pieces", interrupted(4))
     with pytest.raises(KeyboardInterrupt, match="interrupted: the same command goes on"):
         call(source, tmp_path / "out", known)
     assert json.loads((tmp_path / "out/index.json").read_text())["at"] != [0, 0, 0]
@@ -209,6 +218,59 @@ def test_a_damaged_shard_is_told_before_training(made, tmp_path, known):
         path.unlink()
     with pytest.raises(UserError, match=r"val_00000\d.bin is missing|train_000001.bin is not"):
         open_data(DataConfig(path=str(tmp_path / "out")), block_size=8)
+
+
+def damaged(index):
+    """What is damaged in an index: each value is lost, null, a list, or another number."""
+    for part in (index, index["arguments"], index["tokenizer"], index["shards"][0], index["bytes"]):
+        for key in [*part]:
+            value = part.pop(key)
+            yield f"no {key}", index
+            for other in (None, ["x"], {"x": 1}, value + 1 if isinstance(value, int) else "x"):
+                if other != value:
+                    part[key] = other
+                    yield f"{key}={other}", index
+            part[key] = value
+
+
+@pytest.mark.parametrize("is_sealed", [True, False])
+@pytest.mark.parametrize("at", [None, [0, 7, 0]])
+def test_a_damaged_index_is_one_line_and_never_a_traceback(is_sealed, at, made, known, tmp_path):
+    """Earlier versions wrote no digest of it: then only what differs in kind is noticed."""
+    index = json.loads((made / "index.json").read_text())
+    index |= {"at": at, "open": {} if at is None else {"train": [9, 0, 0], "val": [9, 0, 0]}}
+    digest = {"sha256": json_sha256({key: x for key, x in index.items() if key != "sha256"})}
+    index.pop("sha256", None)
+    place = tmp_path / "out"
+    shutil.copytree(made, place)
+    for number, (harm, other) in enumerate(damaged(index)):
+        (place / "index.json").write_text(json.dumps((digest if is_sealed else {}) | other))
+        for use in (lambda: open_data(DataConfig(path=str(place)), block_size=8), lambda: read_index(place)):
+            with pytest.raises(UserError) if is_sealed else contextlib.suppress(UserError):
+                assert use() and not is_sealed, harm
+        if at is None and number % 9 == 0:
+            with pytest.raises(UserError) if is_sealed else contextlib.suppress(UserError):
+                call(known / "a.jsonl", place, known)
+    assert shards(place) == shards(made)
+
+
+@pytest.mark.parametrize("at", ["the end", "the middle"])
+@pytest.mark.parametrize("name", ["train_000000.bin", "tokenizer.json"])
+def test_prepare_and_training_notice_a_cut_shard_and_another_tokenizer(name, at, known, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    monkeypatch.setattr(chapter, "PIECE", 10_000)
+    with monkeypatch.context() as m, contextlib.suppress(KeyboardInterrupt):
+        if at == "the middle":
+            m.setattr(chapter, "encode_pieces", interrupted(9))
+        call(known / "a.jsonl", out, known)
+    assert (json.loads((out / "index.json").read_text())["at"] is None) == (at == "the end")
+    raw = (out / name).read_bytes()
+    (out / name).write_bytes(raw[:-1] if name.endswith("bin") else raw.replace(b"<|endoftext|>", b"<|endoftexx|>"))
+    with pytest.raises(UserError, match=rf"{name}.*(cut short|is not as it was made)"):
+        call(known / "a.jsonl", out, known)
+    if at == "the end":
+        with pytest.raises(UserError, match=rf"{name}.*(cut short|is not as it was made)"):
+            open_data(DataConfig(path=str(out / "train_000000.bin")), block_size=8)
 
 
 def test_a_full_disk_is_one_line_and_the_same_call_goes_on(made, known, tmp_path, monkeypatch):
