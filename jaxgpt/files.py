@@ -105,10 +105,10 @@ def json_sha256(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, allow_nan=False).encode()).hexdigest()
 
 
-def parse_json(raw: str | bytes, where: str) -> Any:
+def parse_json(raw: str | bytes, where: str, **hooks: Any) -> Any:
     """Parse JSON more strictly than `json.loads`: no duplicate keys, on which readers disagree, and no NaN.
 
-    Raises `UserError` for damaged JSON. `where` names the source in its message.
+    Raises `UserError` for damaged JSON. `where` names the source in its message. `hooks` are those of `json.loads`.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -122,7 +122,8 @@ def parse_json(raw: str | bytes, where: str) -> Any:
 
     try:
         text = raw if isinstance(raw, str) else raw.decode("utf-8")
-        return json.loads(text, object_pairs_hook=once, parse_constant=no_number)
+        strict = {"object_pairs_hook": once, "parse_constant": no_number}
+        return json.loads(text.removeprefix("\ufeff"), **(strict | hooks))
     except RecursionError:
         raise UserError(f"{where} is damaged: nested too deeply") from None
     except ValueError as e:  # invalid UTF-8, invalid JSON, or an integer of thousands of digits

@@ -40,8 +40,8 @@ NO_TEXT = [
     ("a\nb\nc\nd.txt", r"no file or folder at a\nb\nc\nd.txt"),
     ("pipe", "pipe is a pipe: give a regular file"),
     ("/dev/zero", "/dev/zero is a device"),
-    ("latin1.txt", "latin1.txt is not UTF-8 text: byte 0xf1 at about offset 1"),
-    ("utf16.txt", "utf16.txt is not UTF-8 text: byte 0xff at about offset 0"),
+    ("latin1.txt", "latin1.txt is not UTF-8 text: byte 0xf1 at about offset 1. Convert it (iconv -f latin1 -t"),
+    ("utf16.txt", "utf16.txt is not UTF-8 text: byte 0xff at about offset 0. Convert it (iconv -f utf-16 -t utf-8)"),
 ]
 
 SHARDS = [

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config.validate import short
+from jaxgpt.data.corpus import parse_line
 from jaxgpt.data.pipeline import RowReader, Split, pick_evenly
 from jaxgpt.data.template import ChatTemplate, Written, check_message, index_specials
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.data.tools import Message, Tool, check_tools
 from jaxgpt.errors import UserError
-from jaxgpt.files import parse_json, read_lines
+from jaxgpt.files import read_lines
 
 LONGEST_LINE = 2**24  # bytes
 SHAPE = 'needs {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
@@ -29,7 +30,7 @@ def read_messages(path: str | Path) -> Iterator[tuple[str, list[Message], tuple[
     Raises `UserError`, with file and line, for a line that is not a conversation or has no message of the assistant.
     """
     for where, raw in read_lines(path, LONGEST_LINE, "cut the conversation"):
-        value = parse_json(raw, f"{where}: the line")
+        value = parse_line(raw, f"{where}: the line")
         messages = _messages(value, where)
         yield where, messages, check_tools(value.get("tools"), f"{where}: tools")
 

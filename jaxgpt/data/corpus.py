@@ -15,17 +15,35 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import filelock
 
 from jaxgpt.errors import UserError
-from jaxgpt.files import cache_directory, is_there, make_cache, open_file, open_whole, read_json, sha256, write_whole
+from jaxgpt.files import (
+    cache_directory,
+    is_there,
+    make_cache,
+    open_file,
+    open_whole,
+    parse_json,
+    read_json,
+    sha256,
+    write_whole,
+)
 
 LOG = logging.getLogger(__name__)
 
 CHUNK = 8 * 1024**2  # bytes read at a time: a text may be larger than memory
 BUCKETS = ("gs", "s3")
 LEAST_FSSPEC = (2026, 6)  # in older ones the texts of a reference file system were programs
+# Encodings that iconv knows, by their byte order marks. That of UTF-32 begins as that of UTF-16.
+ENCODINGS = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 LARGEST = 2**28  # bytes of a download. Every registered corpus is far below
 
 
@@ -179,21 +197,49 @@ def read_text(files: list[Path]) -> Iterator[str | None]:
     for number, path in enumerate(files):
         if number:
             yield None
-        decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        at = 0
         try:
             with open_file(path) as f:
-                while piece := f.read(CHUNK):
-                    yield decoder.decode(piece)
-                    at += len(piece)
-                yield decoder.decode(b"", final=True)
-        except UnicodeDecodeError as e:
-            raise UserError(
-                f"{path} is not UTF-8 text: byte 0x{e.object[e.start]:02x} at about offset {at + e.start}. "
-                "Convert it (iconv -t utf-8), or give .bin token shards."
-            ) from None
+                yield from decode_text(f, path)
         except OSError as e:
             raise UserError(f"cannot read {path}: {e.strerror}") from None
+
+
+def decode_text(f: BinaryIO, name: str | Path) -> Iterator[str]:
+    """Yield the text of an open file in pieces of bounded size. Raises `UserError` if it is not UTF-8."""
+    decoder, at = codecs.getincrementaldecoder("utf-8-sig")(), 0
+    try:
+        while piece := f.read(CHUNK):
+            yield decoder.decode(piece)
+            at += len(piece)
+        yield decoder.decode(b"", final=True)
+    except UnicodeDecodeError as e:
+        raise _not_utf8(name, e, at) from None
+
+
+def parse_line(raw: bytes, where: str, **hooks: Any) -> Any:
+    """Parse a line of a .jsonl file with `parse_json`, whose hooks these are.
+
+    Raises `UserError` if it is not UTF-8, or begins an object or an array that goes on in other lines.
+    """
+    begin = raw.strip()
+    if begin[:1] == b"[" or begin == b"{":
+        rule, kind = ("'.[]'", "a JSON array") if begin[:1] == b"[" else (".", "the beginning of an object")
+        raise UserError(
+            f"{where} is {kind}: each line needs a whole object, as jq -c {rule} FILE > NEW.jsonl writes it"
+        )
+    try:
+        return parse_json(raw.decode("utf-8"), where, **hooks)
+    except UnicodeDecodeError as e:
+        raise _not_utf8(where, e, 0) from None
+
+
+def _not_utf8(where: str | Path, e: UnicodeDecodeError, at: int) -> UserError:
+    """Return the error of a text, `at` bytes from its beginning, where a byte order mark tells the encoding."""
+    encoding = next((name for mark, name in ENCODINGS.items() if not at and e.object.startswith(mark)), "latin1")
+    return UserError(
+        f"{where} is not UTF-8 text: byte 0x{e.object[e.start]:02x} at about offset {at + e.start}. "
+        f"Convert it (iconv -f {encoding} -t utf-8), or give .bin token shards."
+    )
 
 
 def _download(name: str, corpus: Corpus, path: Path) -> None:

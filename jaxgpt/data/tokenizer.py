@@ -347,7 +347,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             case {"jaxgpt": kind}:
                 raise UserError(f"kind of tokenizer {short(kind)} unknown or damaged: it must be char, byte or ids")
             case dict():
-                return BPETokenizer(raw.decode("utf-8"))
+                return BPETokenizer(raw.decode("utf-8-sig"))
         raise UserError(f"it holds {type(values).__name__}, not an object")
     except UserError as e:
         raise UserError(f"{path} cannot be used: {e}") from None

@@ -34,9 +34,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from jaxgpt.config.validate import Count, Fraction, Interval
+from jaxgpt.data.corpus import decode_text, parse_line
 from jaxgpt.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, fingerprint, load_tokenizer, train_bpe
 from jaxgpt.errors import UserError, first_line, reason_of, shell_line
-from jaxgpt.files import Result, is_there, json_sha256, open_file, parse_json, render_json, write_whole
+from jaxgpt.files import Result, is_there, json_sha256, open_file, render_json, write_whole
 
 SPLITS = ("train", "val")
 KIND = re.compile(r"(?s).*\.(?:(txt|jsonl)(?:\.(gz|zst))?|parquet)")
@@ -351,13 +352,24 @@ def read_rows(name: str, column: str, skip: int) -> Iterator[Row]:
 
             f = io.BufferedReader(pyarrow.input_stream(raw, compression="zstd"), PIECE)  # notices a file that is cut
         if kind[1] == "txt":
-            yield 0, codecs.iterdecode(iter(lambda: f.read(PIECE), b""), "utf-8-sig"), raw.tell
+            yield 0, decode_text(f, name), raw.tell
             return
         for row, line in enumerate(iter(lambda: f.readline(LONGEST_LINE + 1), b"")):
             if len(line) > LONGEST_LINE:
                 raise UserError(f"{name}:{row + 1}: the line is longer than {LONGEST_LINE:,} bytes: cut it")
+            line = line if row else line.removeprefix(codecs.BOM_UTF8)
             if row >= skip and line.strip():
-                yield row, parse_json(line, f"{name}:{row + 1}"), raw.tell
+                yield row, parse_row(line, f"{name}:{row + 1}", column), raw.tell
+
+
+def parse_row(line: bytes, where: str, column: str) -> Any:
+    """Parse a line of .jsonl. What is wrong in other columns does not matter, such as NaN or a key that appears twice."""
+    row = parse_line(line, where, object_pairs_hook=tuple, parse_constant=float, parse_int=float)
+    if not isinstance(row, tuple):
+        return row
+    if [name for name, _ in row].count(column) > 1:
+        raise UserError(f"{where}: column {column!r} appears twice: leave one")
+    return dict(row)
 
 
 def read_pieces(

@@ -82,7 +82,9 @@ def test_shards_hold_every_document_once_and_the_index_counts_them(made, known):
 def write(kind, folder):
     """DOCUMENTS in another format; return the source."""
     folder.mkdir()
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS).encode()
+    others = ("", ', "id": 1, "id": 2', ', "score": [NaN, {"x": 0, "x": 1}]', f', "n": {"9" * 5000}')  # are not read
+    texts = enumerate(map(json.dumps, DOCUMENTS))
+    lines = "".join(f'{{"text": {text}{others[n % len(others)]}}}\n' for n, text in texts).encode("utf-8-sig")
     half = len(lines) // 2
     if kind == "jsonl.gz":
         (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines[:half]) + gzip.compress(lines[half:]))
@@ -300,11 +302,17 @@ BAD = {
     "cut.jsonl.zst": (pa.compress(GOOD, codec="zstd", asbytes=True)[:-9], "Truncated compressed stream"),
     "bad.parquet": (b"PAR1 and more", "cannot be read at or after row 1: "),
     "bad.jsonl": (LINE + b'{"text": \n', ":2 is damaged: Expecting value"),
-    "list.jsonl": (b"[1]\n", "no object but list|it has 1"),
+    "array.jsonl": (b'[{"text": "x"}]\n', ":1 is a JSON array: .* as jq -c '.\\[\\]' FILE > NEW.jsonl writes it"),
+    "pretty.jsonl": (b'\n{\n"text": "x"}\n', ":2 is the beginning of an object: .* jq -c . FILE"),
+    "word.jsonl": (b'"x"\n', "no object but str"),
+    "twice.jsonl": (b'{"text": "x", "text": "y"}\n', ":1: column 'text' appears twice"),
+    "nan.jsonl": (b'{"text": NaN}\n', "column 'text' is no text"),
+    "utf16.jsonl": ('{"text": "x"}\n'.encode("utf-16"), r":1 is not UTF-8 text: .*iconv -f utf-16 -t"),
+    "utf32.txt": ("x".encode("utf-32"), r"is not UTF-8 text: byte 0xff at about offset 0.*iconv -f utf-32 -t"),
     "column.jsonl": (b'{"body": "x", "id": 3}\n', "row 1: there is no column 'text', it has body, id: give --column"),
     "number.jsonl": (b'{"text": 3}\n', "row 1: column 'text' is no text"),
     "long.jsonl": (b" " * 3000 + LINE, ":1: the line is longer than 2,000 bytes"),
-    "latin.txt": ("ñ".encode("latin-1"), "can't decode byte 0xf1"),
+    "latin.txt": ("ñ".encode("latin-1"), "byte 0xf1 at about offset 1.*iconv -f latin1 -t utf-8"),
     "picture.png": (b"x", "no name of a kind of text"),
 }
 
