@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import chex
@@ -18,7 +18,7 @@ import pytest
 
 from jaxgpt.config import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
 from jaxgpt.data.pipeline import Dataset
-from jaxgpt.data.tokenizer import load_tokenizer
+from jaxgpt.data.tokenizer import BPETokenizer, load_tokenizer
 from jaxgpt.layers.block import Compute
 from jaxgpt.model import GPT
 from jaxgpt.run import Run
@@ -136,6 +136,26 @@ def write_params(run: Path, params: dict, step: int) -> None:
     checkpoints = Checkpoints(run / "checkpoints")
     checkpoints.save_params(params, step)
     checkpoints.close()
+
+
+def sentencepiece(kind: str, texts: Sequence[str], end: str | None = "</s>") -> BPETokenizer:
+    """A tokenizer that puts a space before a text, as Llama 2's (BPE, whose words hold spaces), Mistral's or T5's do."""
+    import tokenizers
+
+    specials = [] if end is None else [end]
+    if kind == "T5":
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram())
+        trainer = tokenizers.trainers.UnigramTrainer(vocab_size=300, special_tokens=[*specials, "?"], unk_token="?")
+    else:
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+        trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=specials, show_progress=False)
+    if kind == "Llama 2":
+        prepend, replace = tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")
+        tokenizer.normalizer = tokenizers.normalizers.Sequence([prepend, replace])
+    else:
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always", split=kind == "T5")
+    tokenizer.train_from_iterator(texts, trainer)
+    return BPETokenizer(tokenizer.to_str())
 
 
 def chat_file(directory: Path) -> Path:

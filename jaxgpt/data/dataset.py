@@ -25,7 +25,15 @@ from jaxgpt.data.corpus import fetch, find_copy, find_corpus_files, find_user_fi
 from jaxgpt.data.mixture import Mixture, read_mixture
 from jaxgpt.data.pipeline import Dataset, Tokens
 from jaxgpt.data.shards import find_shards, open_shards
-from jaxgpt.data.tokenizer import CharTokenizer, Tokenizer, fingerprint, load_tokenizer, open_tokenizer, train_bpe
+from jaxgpt.data.tokenizer import (
+    CharTokenizer,
+    TextEncoder,
+    Tokenizer,
+    fingerprint,
+    load_tokenizer,
+    open_tokenizer,
+    train_bpe,
+)
 from jaxgpt.data.tools import spell_out
 from jaxgpt.errors import UserError
 from jaxgpt.files import cache_directory, is_there, json_sha256, make_cache, read_json, sha256, write_whole
@@ -33,7 +41,7 @@ from jaxgpt.files import cache_directory, is_there, json_sha256, make_cache, rea
 LOG = logging.getLogger(__name__)
 REPORTED = 2**25  # bytes. Reading a text of at least this size is reported
 REPORT_EVERY = 5.0  # seconds between lines that tell how much of a text is read
-TEXT_FORMAT = 2  # version of cached texts. It is increased when the same text gives other tokens
+TEXT_FORMAT = 3  # version of cached texts. It is increased when the same text gives other tokens
 DOCUMENT_FORMAT = 2  # version of cached conversations, likewise
 SPLITS = ("train", "val")
 Entry = tuple[dict[str, np.ndarray], Tokenizer, dict[str, Any], dict[str, int]]  # see `read_tokens`
@@ -62,10 +70,8 @@ def prepare(
         return _open_mixture(config, sources, known, block_size=block_size, vocab_size=vocab_size)
     if config.path is not None and "://" in config.path:
         config = dataclasses.replace(config, path=str(fetch(config.path) if known is None else find_copy(config.path)))
-    by_file = known is None or "split" in known
-    if config.path is not None and is_there(Path(config.path), "Name another text with --data.path."):
-        known = None
-    entry = None if known is None else _find_entry(known, config.is_packed)
+    is_here = config.path is not None and is_there(Path(config.path), "Name another text with --data.path.")
+    entry = None if known is None or is_here else _find_entry(known, config.is_packed)
     if config.is_packed:
         return _open_conversations(config, entry, block_size)
     if entry is not None:
@@ -73,7 +79,7 @@ def prepare(
     elif shards := find_shards(config.path):
         dataset = open_shards(config, shards, vocab_size)
     else:
-        dataset = _open_text(config, by_file)
+        dataset = _open_text(config, known)
     for name, tokens in (("training", dataset.train), ("validation", dataset.val)):
         if len(tokens) <= block_size:
             raise UserError(
@@ -139,8 +145,8 @@ def _open_mixture(config: DataConfig, sources: dict[str, float], known: dict[str
     )
 
 
-def _open_text(config: DataConfig, by_file: bool) -> Dataset:
-    """Return the dataset of a text. The last part of each file is held out or, without `by_file`, of all together."""
+def _open_text(config: DataConfig, known: dict[str, Any] | None) -> Dataset:
+    """Return the dataset of a text, split and encoded as an earlier one with the fingerprint `known`."""
     name, source = config.tokenizer, config.path or config.corpus
     files = find_user_files(config.path) if config.path else find_corpus_files(config.corpus)
     size, digests = sum(file.stat().st_size for file in files), set[str]()
@@ -187,7 +193,7 @@ def _open_text(config: DataConfig, by_file: bool) -> Dataset:
     if name == "char":
         tokenizer = CharTokenizer(alphabet)
     # For each file: how many characters are for training, and the splits that get the end of the document.
-    share, by_file = 1.0 - config.val_fraction, by_file and len(lengths) > 1
+    share, by_file = 1.0 - config.val_fraction, len(lengths) > 1 and (known is None or "split" in known)
     if by_file:
         cuts = [(int(length * share), SPLITS) for length in lengths]
     else:
@@ -217,15 +223,23 @@ def _open_text(config: DataConfig, by_file: bool) -> Dataset:
                 left = max(left - len(piece), 0)
 
     def encode(tokenizer: Tokenizer, counts: dict[str, int]) -> Iterator[tuple[str, np.ndarray]]:
+        end, encoders = tokenizer.end_of_text, {name: TextEncoder(tokenizer) for name in SPLITS}
         for name, piece in split("encoding"):
             text = "\n" if piece is None else piece
             if name == "val":
                 counts["val_bytes"] += len(text.encode())
                 counts["val_characters"] += len(text)
-            end = tokenizer.end_of_text
-            yield name, tokenizer.encode(text) if piece is not None or end is None else np.array([end])
+            if piece is not None or end is None:
+                yield name, encoders[name].encode(text)
+            else:
+                yield name, np.append(encoders[name].encode("", is_last=True), end)
+        yield from ((name, encoder.encode("", is_last=True)) for name, encoder in encoders.items())
 
-    if (entry := _read_entry(directory := _entry(spec))) is None:
+    # Earlier versions encoded pieces of a text by themselves, which gave some tokenizers other tokens.
+    entry = _read_entry(_entry(spec | {"format": TEXT_FORMAT - 1})) if known is not None else None
+    if entry is not None and not _is_same(entry[2], known):
+        entry = None
+    if entry is None and (entry := _read_entry(directory := _entry(spec))) is None:
         if tokenizer is None:
             texts = (piece for name, piece in split("learning the tokens of") if name == "train" and piece)
             tokenizer = train_bpe(texts, config.bpe_vocab_size)
@@ -351,13 +365,17 @@ def _find_entry(known: dict[str, Any], is_packed: bool) -> Entry | None:
             UserError, LookupError, TypeError
         ):  # of an earlier version, just being written, damaged
             held = read_json(meta, 2**20)["fingerprint"]
-            is_same = ("train_ends_sha256" in held) == is_packed and all(known.get(key) == held[key] for key in held)
-            if is_same:
+            if ("train_ends_sha256" in held) == is_packed and _is_same(held, known):
                 try:
                     return read_tokens(meta.parent)
                 except UserError as e:
                     LOG.warning("%s", e)
     return None
+
+
+def _is_same(held: dict[str, Any], known: dict[str, Any] | None) -> bool:
+    """Return whether the fingerprint of an entry is the known one, which may say more."""
+    return known is not None and all(known.get(key) == value for key, value in held.items())
 
 
 def _read_entry(directory: Path) -> Entry | None:

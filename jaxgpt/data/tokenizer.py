@@ -28,6 +28,7 @@ LARGEST_FILE = 2**26  # bytes of a tokenizer.json. Gemma 3's, of 262,144 tokens,
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # GPT-2, Llama 3, Llama 2, Gemma
 
 LONG_TEXT = 2**14  # characters. Texts of at least this length are encoded word by word
+CONTEXT = 2**12  # characters around a piece of a text that decide its tokens
 MOST_WORDS = 2**19  # words kept with their ids: about 100 MB
 # What a ByteLevel pre-tokenizer splits by, GPT-2's.
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -53,6 +54,8 @@ class Tokenizer(Protocol):
     vocab_size: int  # ids are 0 <= id < vocab_size
     end_of_text: int | None = None  # the id that separates documents, if there is one
     prefix: tuple[int, ...] = ()  # ids that a text begins with, if models of this tokenizer expect any
+    # whether the pieces of a text, cut where words end, may be encoded by themselves
+    is_splittable: bool = True
     # ids of special tokens, by their text. `encode` never returns them
     specials: Mapping[str, int] = types.MappingProxyType({})
     saved: Mapping[str, Any]  # what tokenizer.json holds
@@ -190,7 +193,7 @@ class BPETokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text. A long one is encoded word by word, each distinct word once."""
-        if len(text) < LONG_TEXT or not self._is_splittable:
+        if len(text) < LONG_TEXT or not self.is_splittable:
             return np.array(self._encode_whole(text).ids, dtype=np.int32)
         return self.encode_many([text])[0]
 
@@ -202,7 +205,7 @@ class BPETokenizer(Tokenizer):
         )
         for text in texts:
             _encode_utf8(text)
-        if not self._is_splittable:
+        if not self.is_splittable:
             return [np.array(e.ids, dtype=np.int32) for e in encode(list(texts))]
         # The library creates objects for each occurrence of a word, and takes twice the time on two cores.
         with self._lock:
@@ -233,7 +236,7 @@ class BPETokenizer(Tokenizer):
         return 0
 
     @functools.cached_property
-    def _is_splittable(self) -> bool:
+    def is_splittable(self) -> bool:  # type: ignore[bad-override]
         """Return whether encoding the pieces of `split_words` is known to give the ids of the undivided text."""
         held = json.loads(self._json)
         is_plain = held.get("normalizer") is None and all(t["special"] for t in held.get("added_tokens", []))
@@ -265,6 +268,39 @@ class BPETokenizer(Tokenizer):
     def parts(self) -> dict[str, Any]:
         """Return tokenizer.json parsed, with the fields that it leaves out, as the installed library writes them."""
         return json.loads(self._tokenizer.to_str())
+
+
+def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[tuple[str, str, str]]) -> list[np.ndarray]:
+    """Return the ids of pieces of longer texts, each given as (what is before it, piece, what is after it).
+
+    A token belongs to the piece in which it begins, so that all pieces of a text have the ids of the whole: SentencePiece,
+    for example, puts a space before a text, but not before each piece. `CONTEXT` characters before and after are enough.
+    """
+    if tokenizer.is_splittable or not any(before or after for before, _, after in pieces):
+        return tokenizer.encode_many([text for _, text, _ in pieces])
+    found = []
+    for before, text, after in pieces:
+        ids, spans = tokenizer.locate(before + text + after, specials=False)
+        starts = spans[:, 0] - len(before)
+        found.append(ids[(starts >= 0) & ((starts < len(text)) | (not after))])
+    return found
+
+
+class TextEncoder:
+    """The ids of a text that comes in pieces."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer, self._before, self._rest = tokenizer, "", ""
+
+    def encode(self, text: str, *, is_last: bool = False) -> np.ndarray:
+        """Return the next ids, of all of the text but its end, which what follows may change."""
+        if self._tokenizer.is_splittable:
+            return self._tokenizer.encode(text)
+        text = self._rest + text
+        at = len(text) if is_last else max(len(text) - CONTEXT, 0)
+        (ids,) = encode_pieces(self._tokenizer, [(self._before, text[:at], text[at:])])
+        self._before, self._rest = "" if is_last else (self._before + text[:at])[-CONTEXT:], text[at:]
+        return ids
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:

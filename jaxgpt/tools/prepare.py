@@ -35,7 +35,16 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from jaxgpt.config.validate import Count, Fraction, Interval
 from jaxgpt.data.corpus import decode_text, parse_line
-from jaxgpt.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, fingerprint, load_tokenizer, train_bpe
+from jaxgpt.data.tokenizer import (
+    CONTEXT,
+    END_OF_TEXT,
+    ByteTokenizer,
+    Tokenizer,
+    encode_pieces,
+    fingerprint,
+    load_tokenizer,
+    train_bpe,
+)
 from jaxgpt.errors import UserError, first_line, reason_of, shell_line
 from jaxgpt.files import Result, is_there, json_sha256, open_file, render_json, write_whole
 
@@ -63,6 +72,8 @@ class Piece(NamedTuple):
     is_last: bool  # whether it is the last of its document
     following: list[int]  # position after it
     read: int  # bytes of the source read so far
+    before: str  # up to `CONTEXT` characters before it in its document
+    after: str  # and after it
 
 
 def prepare(
@@ -389,15 +400,17 @@ def read_pieces(
                         raise _no_column(f"{name}, row {row + 1}", column, value)
                     if not isinstance(value[column], str | None):
                         raise UserError(f"{name}, row {row + 1}: column {column!r} is no text: give another --column")
-                    value = [value[column] or ""]
-                for number, (text, is_last) in enumerate(cut(value)):
-                    raw = text.encode(errors="replace")  # JSON can hold half of a surrogate pair
+                    value = [
+                        (value[column] or "").encode(errors="replace").decode()
+                    ]  # JSON can hold half of a surrogate pair
+                for number, (before, text, after) in enumerate(cut(value)):
+                    raw, is_last = text.encode(), not after
                     if not number:
                         draw = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
                         split = SPLITS[draw < val_fraction * 2**64]
                     if raw and [source, row, number] >= list(start):
                         following = [source, row + 1, 0] if is_last else [source, row, number + 1]
-                        yield Piece(split, raw.decode(), len(raw), is_last, following, tell())
+                        yield Piece(split, text, len(raw), is_last, following, tell(), before, after)
         except UserError:
             raise
         except ImportError as e:
@@ -412,18 +425,19 @@ def _no_column(where: str, column: str, has: Iterable[str]) -> UserError:
     return UserError(f"{where}: there is no column {column!r}, it has {names}: give --column")
 
 
-def cut(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Yield (piece, whether it is the last) of a document, cut at the end of a word where there is one."""
-    rest = ""
-    for part in parts:
-        rest, at = rest + part, 0
-        while len(rest) - at > PIECE:
+def cut(parts: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield (what is before it, piece, what is after it) of a document, cut at the end of a word where there is one."""
+    rest, at = "", 0  # from the context of the next piece on, and where that piece begins
+    for part in itertools.chain(parts, [None]):
+        rest += part or ""
+        while len(rest) - at > PIECE + (0 if part is None else CONTEXT):
             found = WORDS.match(rest, at, at + PIECE)
             end = at + PIECE if found is None else found.end()
-            yield rest[at:end], False
+            yield rest[max(at - CONTEXT, 0) : at], rest[at:end], rest[end : end + CONTEXT]
             at = end
-        rest = rest[at:]
-    yield rest, True
+        start = max(at - CONTEXT, 0)
+        rest, at = rest[start:], at - start
+    yield rest[:at], rest[at:], ""
 
 
 def sample_texts(names: Sequence[str], column: str, val_fraction: float) -> Iterator[str]:
@@ -467,9 +481,10 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
-def encode_pieces(tokenizer: Tokenizer, batch: list[Piece]) -> dict[str, np.ndarray]:
+def encode_batch(tokenizer: Tokenizer, batch: list[Piece]) -> dict[str, np.ndarray]:
     """Return the tokens of each split, in order, with the ends of documents."""
-    end, found = np.array([find_end(tokenizer)]), tokenizer.encode_many([piece.text for piece in batch])
+    end = np.array([find_end(tokenizer)])
+    found = encode_pieces(tokenizer, [(piece.before, piece.text, piece.after) for piece in batch])
     parts = {split: [end[:0]] for split in SPLITS}
     for piece, ids in zip(batch, found, strict=True):
         parts[piece.split] += [ids, end] if piece.is_last else [ids]
@@ -485,7 +500,7 @@ def encode_all(
     """
     waiting, batch, size = deque(), [], 0
     if workers == 1:
-        pool, work = ThreadPoolExecutor(1), functools.partial(encode_pieces, tokenizer)
+        pool, work = ThreadPoolExecutor(1), functools.partial(encode_batch, tokenizer)
     else:  # not forked: a copy of a lock that another thread holds is never released
         context = multiprocessing.get_context("spawn")
         pool, work = ProcessPoolExecutor(workers, context, _begin_worker, (str(file),)), _work
@@ -522,4 +537,4 @@ def _begin_worker(file: str) -> None:
 
 
 def _work(batch: list[Piece]) -> dict[str, np.ndarray]:
-    return encode_pieces(_tokenizers[0], batch)
+    return encode_batch(_tokenizers[0], batch)

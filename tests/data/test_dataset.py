@@ -14,7 +14,7 @@ from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.runs.training import reopen_dataset
 from tests.conftest import TEXT
-from tests.helpers import chat_file, recorded_run
+from tests.helpers import chat_file, recorded_run, sentencepiece
 
 CONVERSATION = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
 BEFORE: dict = {}  # the fingerprint of a run of an earlier version, as far as it decides the split
@@ -154,6 +154,47 @@ def test_tokens_are_written_whole_or_not_at_all(tmp_path, kind):
         (tmp_path / "key" / "val.bin").write_bytes(b"abcd")
         with pytest.raises(UserError, match="the cached tokens in .*key are damaged: delete that folder"):
             dataset.read_tokens(tmp_path / "key")
+
+
+@pytest.mark.parametrize("end", ["</s>", None])
+@pytest.mark.parametrize("kind", ["Llama 2", "Mistral", "T5"])
+def test_a_text_has_the_ids_of_the_whole_however_it_is_read(kind, end, tmp_path, monkeypatch):
+    """Such a tokenizer puts a space before a text, but not before the pieces that a long text is read in."""
+    first = f"{TEXT}\n\n  two  spaces\n{TEXT}no newline at the end"
+    tokenizer = sentencepiece(kind, TEXT.splitlines(keepends=True), end)
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
+    (tmp_path / "texts").mkdir()
+    for name, text in (("a", first), ("b", TEXT)):
+        (tmp_path / "texts" / f"{name}.txt").write_text(text)
+    monkeypatch.setattr("jaxgpt.data.tokenizer.CONTEXT", 300)
+    one = DataConfig(path=str(tmp_path / "texts/a.txt"), tokenizer=str(tmp_path / "tokenizer.json"))
+    both = dataclasses.replace(one, path=str(tmp_path / "texts"))
+    between = [tokenizer.end_of_text] if end else None
+    for size in (97, 2**23):
+        monkeypatch.setattr(corpus, "CHUNK", size)
+        monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / str(size)))
+        d, cut = prepare(one, block_size=8), int(len(first) * 0.9)
+        assert [ids(d.train), ids(d.val)] == [tokenizer.encode(part).tolist() for part in (first[:cut], first[cut:])]
+        parts = [text[: int(len(text) * 0.9)] for text in (first, TEXT)]
+        encoded = [tokenizer.encode(part).tolist() for part in (parts if end else ["\n".join(parts)])]
+        d = prepare(both, block_size=8)
+        assert ids(d.train) == (encoded[0] + between + encoded[1] if between else encoded[0])
+
+
+def test_a_run_of_an_earlier_version_finds_its_tokens(tmp_path, monkeypatch):
+    """Whose pieces were encoded by themselves; a new run gets those of the whole text."""
+    (tmp_path / "tokenizer.json").write_text(sentencepiece("Llama 2", [TEXT]).to_json())
+    (tmp_path / "t.txt").write_text(TEXT + "no newline at the end")
+    config = DataConfig(path=str(tmp_path / "t.txt"), tokenizer=str(tmp_path / "tokenizer.json"))
+    with monkeypatch.context() as m:
+        m.setattr(dataset, "TEXT_FORMAT", dataset.TEXT_FORMAT - 1)
+        m.setattr(dataset.TextEncoder, "encode", lambda self, text, is_last=False: self._tokenizer.encode(text))
+        before = prepare(config, block_size=8)
+    now = prepare(config, block_size=8)
+    assert now.fingerprint != before.fingerprint
+    for d in (before, now):
+        known = d.fingerprint | {"something": "else"}
+        assert prepare(config, block_size=8, known=known).fingerprint == d.fingerprint
 
 
 def test_a_cache_that_cannot_be_written_is_told(text_file, monkeypatch):

@@ -25,7 +25,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.files import json_sha256
 from jaxgpt.tools import prepare as chapter
 from jaxgpt.tools.prepare import prepare
-from tests.helpers import flip, run_command, tiny_experiment
+from tests.helpers import flip, run_command, sentencepiece, tiny_experiment
 
 RNG = np.random.default_rng(0)
 WORDS = ["".join(RNG.choice([*"aeiouñ日😀lmnrst"], n)) for n in RNG.integers(1, 9, 400)]
@@ -103,8 +103,8 @@ def write(kind, folder):
 
 
 def interrupted(after):
-    """Return `encode_pieces`, interrupted at one batch."""
-    real, left = chapter.encode_pieces, itertools.count()
+    """Return `encode_batch`, interrupted at one batch."""
+    real, left = chapter.encode_batch, itertools.count()
 
     def encode(*args):
         if next(left) == after:
@@ -119,7 +119,7 @@ def interrupted(after):
 def test_every_format_gives_the_same_tokens_even_when_it_is_interrupted(kind, made, known, tmp_path, monkeypatch):
     source = write(kind, tmp_path / "in")
     monkeypatch.setattr(chapter, "PIECE", 10_000)
-    monkeypatch.setattr(chapter, "encode_pieces", interrupted(4))
+    monkeypatch.setattr(chapter, "encode_batch", interrupted(4))
     with pytest.raises(KeyboardInterrupt, match="interrupted: the same command goes on"):
         call(source, tmp_path / "out", known)
     assert json.loads((tmp_path / "out/index.json").read_text())["at"] != [0, 0, 0]
@@ -179,9 +179,14 @@ def test_a_documents_place_depends_on_nothing_but_its_text(made, known, tmp_path
     assert held_out[0] == held_out[1]
 
 
-@pytest.mark.parametrize("piece", [100, 1000])
-def test_long_documents_are_cut_where_words_end(known, tmp_path, monkeypatch, piece):
+@pytest.mark.parametrize(("kind", "piece"), [("bytes", 100), ("bytes", 1000), ("Llama 2", 1000), ("Mistral", 1000)])
+def test_long_documents_are_cut_where_words_end(kind, known, tmp_path, monkeypatch, piece):
     tokenizer = BPETokenizer((known / "tokenizer.json").read_text())
+    if kind != "bytes":
+        tokenizer = sentencepiece(kind, [line for text in DOCUMENTS for line in text.splitlines(keepends=True)])
+        (known := tmp_path / "known").mkdir()
+        (known / "tokenizer.json").write_text(tokenizer.to_json())
+        monkeypatch.setattr(chapter, "CONTEXT", 300)
     text = "\n\n".join(DOCUMENTS) + "  x \n\n y"
     (tmp_path / "a.txt").write_text(text)
     monkeypatch.setattr(chapter, "PIECE", piece)
@@ -263,7 +268,7 @@ def test_prepare_and_training_notice_a_cut_shard_and_another_tokenizer(name, at,
     monkeypatch.setattr(chapter, "PIECE", 10_000)
     with monkeypatch.context() as m, contextlib.suppress(KeyboardInterrupt):
         if at == "the middle":
-            m.setattr(chapter, "encode_pieces", interrupted(9))
+            m.setattr(chapter, "encode_batch", interrupted(9))
         call(known / "a.jsonl", out, known)
     assert (json.loads((out / "index.json").read_text())["at"] is None) == (at == "the end")
     raw = (out / name).read_bytes()

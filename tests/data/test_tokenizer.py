@@ -230,5 +230,5 @@ def test_a_tokenizer_of_other_words_reads_the_whole(bpe, monkeypatch):
         {"normalizer": {"type": "Prepend", "prepend": "_"}},
     ):
         other = BPETokenizer(json.dumps(saved | change))
-        assert not other._is_splittable
+        assert not other.is_splittable
         assert other.encode(TEXT[:300]).tolist() == other._encode_whole(TEXT[:300]).ids
