@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config.validate import short
-from jaxgpt.data.corpus import parse_line
+from jaxgpt.data.corpus import advise_prepare, parse_line
 from jaxgpt.data.pipeline import RowReader, Split, pick_evenly
 from jaxgpt.data.template import ChatTemplate, Written, check_message, index_specials
 from jaxgpt.data.tokenizer import Tokenizer
@@ -39,7 +39,9 @@ def _messages(value: Any, where: str) -> list[Message]:
     messages = value.get("messages") if isinstance(value, dict) else None
     if not isinstance(messages, list) or not messages:
         got = f"messages={short(messages)}" if isinstance(value, dict) and "messages" in value else short(value)
-        raise UserError(f"{where}: got {got}, {SHAPE}")
+        columns = [name for name in ("text", "content") if isinstance(value, dict) and isinstance(value.get(name), str)]
+        texts = f"; of texts, {advise_prepare(where.rpartition(':')[0], columns[0])}" if columns else ""
+        raise UserError(f"{where}: got {got}, {SHAPE}{texts}")
     checked = [check_message(message, f"{where}: message {number}") for number, message in enumerate(messages, 1)]
     if not any(message["role"] == "assistant" and "weight" not in message for message in checked):
         raise UserError(

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import filelock
 
-from jaxgpt.errors import UserError
+from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import (
     cache_directory,
     is_there,
@@ -123,10 +123,12 @@ def find_user_files(path: str) -> list[Path]:
         raise UserError(f"{root}: pairs are for experiments/transformer_2017, which has a model with an encoder")
     if not root.is_dir():
         open_file(root).close()
+        if re.fullmatch(r".*\.(parquet|(txt|jsonl)\.(gz|zst))", root.name):
+            raise UserError(f"{root} is no plain text: {advise_prepare(root)}")
         return [root]
     files = sorted(p for p in root.rglob("*.txt") if p.is_file())
     if not files:
-        raise UserError(f"{root} has no .txt files: {takes}")
+        raise UserError(f"{root} has no .txt files: {takes}. Of .jsonl and .parquet files, {advise_prepare(root)}")
     return files
 
 
@@ -136,6 +138,13 @@ def find_copy(url: str) -> Path:
     folder = cache_directory() / "remote" / f"{re.sub(r'[^A-Za-z0-9.-]+', '_', url)[:80]}-{digest}"
     name = url.rpartition("/")[2]
     return folder / name if name and (folder / name).is_file() else folder
+
+
+def advise_prepare(path: str | Path, column: str = "text") -> str:
+    """Return the commands that train on the texts of a column, for a message."""
+    named = [] if column == "text" else ["--column", column]
+    line = shell_line("jaxgpt", "prepare", path, "--out", "tokens", "--tokenizer", "bpe:4096", *named)
+    return f"make tokens with `{line}`, and train with --data.path tokens"
 
 
 def fetch(url: str) -> Path:

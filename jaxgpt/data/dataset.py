@@ -22,7 +22,7 @@ from jaxgpt.config import DataConfig, GPTConfig
 from jaxgpt.data import template as chat
 from jaxgpt.data.conversations import Conversations, encode_all, read_messages
 from jaxgpt.data.corpus import fetch, find_copy, find_corpus_files, find_user_files, read_text
-from jaxgpt.data.mixture import Mixture, read_mixture
+from jaxgpt.data.mixture import Mixture, read_mixture, recorded_sources
 from jaxgpt.data.pipeline import Dataset, Tokens
 from jaxgpt.data.shards import find_shards, open_shards
 from jaxgpt.data.tokenizer import (
@@ -116,7 +116,7 @@ def _open_mixture(config: DataConfig, sources: dict[str, float], known: dict[str
     """Return the dataset of several sources, by path and weight, which need one tokenizer. Arguments: `prepare`."""
     if config.tokenizer == "bpe":
         raise UserError(f"tokenizer bpe is trained on one text, not on {config.path}: give a tokenizer.json, or byte")
-    before, unknown = (known or {}).get("mixture", ()), None if known is None else {}
+    before, unknown = recorded_sources(known or {}), None if known is None else {}
     datasets = {
         path: prepare(dataclasses.replace(config, path=path), known=before[n] if n < len(before) else unknown, **model)
         for n, path in enumerate(sources)

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -91,6 +92,14 @@ def replace_addresses(path: str | None, replace: Callable[[str], Path]) -> str |
     sources = read_mixture(path)
     local = {name: str(replace(name)) if "://" in name else name for name in sources or [path]}
     return ",".join(f"{local[name]}:{weight!r}" for name, weight in sources.items()) or local[path]
+
+
+def recorded_sources(known: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the fingerprints of the sources of a mixture, [] if there was one source. `known` need not be trusted."""
+    sources = known.get("mixture", [])
+    if not isinstance(sources, list) or not all(isinstance(source, dict) for source in sources):
+        raise UserError(f"the recorded data.mixture={short(sources)} is damaged: it must be a list of objects")
+    return sources
 
 
 def read_mixture(path: str | None) -> dict[str, float]:

@@ -116,11 +116,17 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
         if len(files) > 1:
             share = f"{100 * config.val_fraction:g}%"
             notes.append(f"no file is named val: of the {len(files)} files the last {share} of the tokens are held out")
+    text: dict[str, int] = {}
+    made = {s["file"] for s in index["shards"] if s["file"].startswith("val")} if index is not None else set()
+    if index is not None and made and {f.name for f in held_out} == made:
+        text = index.get("text", {}).get("val", text)  # which earlier versions did not count
     lengths = {"train_tokens": sum(map(len, train)), "val_tokens": sum(map(len, val))}
     return Dataset(
         train=Tokens(train),
         val=Tokens(val),
         tokenizer=tokenizer,
+        val_characters=text.get("characters"),
+        val_bytes=text.get("bytes"),
         fingerprint=lengths | {"files": scanned, "tokenizer_sha256": fingerprint(tokenizer)},
         notes=tuple(notes),
     )
@@ -144,7 +150,7 @@ def read_index(root: Path) -> dict[str, Any] | None:
             "shards": list(shards),
             "tokenizer": {"sha256": str(), "vocab_size": int(), "end_of_text": int()},
         } if digest in (None, json_sha256(held)) and all(map(_is_shard, [*shards, *opened.values()])):
-            return held
+            return held if digest else {key: value for key, value in held.items() if key != "text"}
     if held is not None and (digest is not None or any(OURS.fullmatch(file.name) for file in root.glob("*.bin"))):
         raise UserError(f"{path} is damaged: restore a copy, or delete {root} and prepare it again")
     return None

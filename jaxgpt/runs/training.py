@@ -17,7 +17,7 @@ from jaxgpt.batch import Batch
 from jaxgpt.config import DataConfig, Experiment, LoraConfig, differences
 from jaxgpt.data.corpus import fetch
 from jaxgpt.data.dataset import resolve_vocab
-from jaxgpt.data.mixture import parts_of, replace_addresses
+from jaxgpt.data.mixture import parts_of, recorded_sources, replace_addresses
 from jaxgpt.data.pipeline import PREFETCH, Dataset, Split, training_batches, validation_batches
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import cache_directory, is_there
@@ -315,7 +315,7 @@ def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, rem
 
 def describe_data_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Describe the differences between two fingerprints. Token files are compared by name, not by directory."""
-    sources, sources_now = before.get("mixture", ()), now.get("mixture", ())
+    sources, sources_now = recorded_sources(before), recorded_sources(now)
     if len(sources) != len(sources_now):
         return [f"{len(sources) or 1} -> {len(sources_now) or 1} sources"]
     if sources:

@@ -143,6 +143,9 @@ def describe(place: Path, index: dict[str, Any]) -> Result:
         shards = [shard for shard in index["shards"] if shard["file"].startswith(split)]
         tokens, documents = (sum(shard[key] for shard in shards) for key in ("tokens", "documents"))
         said.append(f"{tokens:,} {name} tokens of {documents:,} documents (shards: {len(shards):,})")
+    if not any(shard["file"].startswith("val") for shard in index["shards"]):
+        share = index["arguments"]["val_fraction"]
+        said.append(f"no document is held out by val_fraction={share}, so training holds out the last tokens")
     next_line = shell_line("jaxgpt", "train", "--data.path", place)
     return Result({"place": str(place), "index": index}, f"{place}: {'; '.join(said)}\nnext: {next_line}")
 
@@ -163,7 +166,8 @@ def read_index(place: Path, given: dict[str, Any], names: dict[str, int]) -> dic
         if differing:
             raise UserError(f"{place} was begun with another {', '.join(differing)}: name another --out, or delete it")
         return held | {"bytes": names}
-    return {"jaxgpt": "prepare", "arguments": given, "bytes": names, "at": START, "open": {}, "shards": []}
+    index = {"jaxgpt": "prepare", "arguments": given, "bytes": names, "at": START, "open": {}, "shards": []}
+    return index | {"text": {split: {"bytes": 0, "characters": 0} for split in SPLITS}}
 
 
 def check_files(place: Path, index: dict[str, Any]) -> None:
@@ -196,8 +200,8 @@ def write_shards(
     encoded, starts = encode_all(pieces, tokenizer, place / "tokenizer.json", workers), [0, *names.values()]
     saved, total, done = time.monotonic(), sum(starts) if all(starts[1:]) else None, 0
     with contextlib.closing(encoded), show_progress(total, say) as tell:
-        for last, size, tokens in encoded:
-            closed = len(index["shards"])
+        for batch, tokens in encoded:
+            last, closed = batch[-1], len(index["shards"])
             for split, ids in tokens.result().items():
                 while len(ids):
                     ids = shards[split].write(ids)
@@ -205,7 +209,12 @@ def write_shards(
                     if count == given["shard_tokens"]:
                         shards[split].finish()
                         shards[split] = Shard(place, split, index, number + 1)
-            done += size
+            for piece in batch:
+                done += piece.size
+                if "text" in index:  # an earlier version did not count: the end of a document counts as a newline
+                    text = index["text"][piece.split]
+                    text["bytes"] += piece.size + piece.is_last
+                    text["characters"] += len(piece.text) + piece.is_last
             tell(done if total is None else sum(starts[: last.following[0] + 1]) + last.read)
             if len(index["shards"]) > closed or time.monotonic() - saved > SAVE_EVERY or index["at"] == START:
                 index |= {"at": last.following, "open": {split: shard.sync() for split, shard in shards.items()}}
@@ -493,8 +502,8 @@ def encode_batch(tokenizer: Tokenizer, batch: list[Piece]) -> dict[str, np.ndarr
 
 def encode_all(
     pieces: Iterable[Piece], tokenizer: Tokenizer, file: Path, workers: int
-) -> Generator[tuple[Piece, int, Future[dict[str, np.ndarray]]]]:
-    """Yield (last piece, bytes of text, tokens of each split) of batches in order.
+) -> Generator[tuple[list[Piece], Future[dict[str, np.ndarray]]]]:
+    """Yield (pieces, tokens of each split) of batches in order.
 
     file: the tokenizer's, from which workers load it.
     """
@@ -510,7 +519,7 @@ def encode_all(
                 batch.append(piece)
                 size += piece.size
             if batch and (piece is None or size + 256 * len(batch) > PIECE):  # a million short texts are too many
-                waiting.append((batch[-1], size, pool.submit(work, batch)))
+                waiting.append((batch, pool.submit(work, batch)))
                 batch, size = [], 0
             if len(waiting) > 2 * workers:
                 yield waiting.popleft()

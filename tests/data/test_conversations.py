@@ -38,6 +38,11 @@ def message(**fields):
     ("line", "said"),
     [
         ('"text"', "got 'text', needs {"),
+        (
+            '{"text": "a"}',
+            r"needs .*; of texts, make tokens with `jaxgpt prepare \S+chat.jsonl --out tokens --tokenizer bpe:4096`",
+        ),
+        ('{"content": "a", "id": 1}', r"; of texts, .* --column content`, and train with --data.path tokens"),
         ('{"messages": []}', r"got messages=\[\], needs"),
         ('{"messages": ["hello"]}', "message 1 is 'hello': give a role, system, user, assistant, tool, and a content"),
         (message(role=None), "message 3 is .* give a role"),

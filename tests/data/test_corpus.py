@@ -124,6 +124,14 @@ def test_a_folder_is_its_text_files_by_name(tmp_path):
     assert list(read_text(files)) == ["B", "", None, "A", ""]
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz", "a.txt.zst", "folder"])
+def test_texts_that_need_preparing_name_the_command(name, tmp_path):
+    path = tmp_path / name
+    path.mkdir() if name == "folder" else path.write_bytes(b"PAR1")
+    with pytest.raises(UserError, match=rf"jaxgpt prepare \S+{name} --out tokens .*train with --data\.path tokens"):
+        find_user_files(str(path))
+
+
 def test_text_is_read_in_pieces_and_characters_stay_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "CHUNK", 3)
     path = tmp_path / "t.txt"

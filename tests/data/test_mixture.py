@@ -163,6 +163,18 @@ def test_one_tokenizer_has_the_characters_of_all_texts_and_others_must_agree(tex
         prepare(DataConfig(path=path), block_size=8)
 
 
+@pytest.mark.parametrize("damage", [7, None, "x", {"a": 1}, [7, 8], [None, {}]])
+def test_recorded_sources_of_a_wrong_kind_are_one_line(texts, damage):
+    """They are read from experiment.json, which may be somebody else's."""
+    now = prepare(DataConfig(path=of_texts(texts)), block_size=8).fingerprint
+    with pytest.raises(UserError, match=r"^the recorded data\.mixture=.* is damaged"):
+        prepare(DataConfig(path=of_texts(texts)), block_size=8, known=now | {"mixture": damage})
+    deep = now | {"mixture": [source | {"mixture": damage} for source in now["mixture"]]}
+    for before in (now | {"mixture": damage}, deep):
+        with pytest.raises(UserError, match=r"^the recorded data\.mixture=.* is damaged"):
+            describe_data_changes(before, now)
+
+
 def test_a_mixture_is_spelled_in_words_in_a_string_and_in_a_file(tmp_path):
     argv = ["--data.path", "a:0.7", "gs://b/c:0.3", "--train.seed", "1"]
     assert _join_mixture(argv) == ["--data.path", "a:0.7,gs://b/c:0.3", "--train.seed", "1"]

@@ -5,6 +5,7 @@ import errno
 import gzip
 import itertools
 import json
+import math
 import os
 import shutil
 import sys
@@ -24,6 +25,7 @@ from jaxgpt.data.tokenizer import BPETokenizer, train_bpe
 from jaxgpt.errors import UserError
 from jaxgpt.files import json_sha256
 from jaxgpt.tools import prepare as chapter
+from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from jaxgpt.tools.prepare import prepare
 from tests.helpers import flip, run_command, sentencepiece, tiny_experiment
 
@@ -197,13 +199,19 @@ def test_long_documents_are_cut_where_words_end(kind, known, tmp_path, monkeypat
 
 def test_a_run_trains_on_the_result_and_finds_its_tokenizer(made, tmp_path):
     run = jaxgpt.fit(tiny_experiment(made), tmp_path / "run")
+    found, d = evaluate_run(run), open_data(DataConfig(path=str(made)), block_size=8)
+    text = run.tokenizer.decode(d.val.read(0, len(d.val))).replace("<|endoftext|>", "\n")
+    assert (d.val_bytes, d.val_characters) == (len(text.encode()), len(text))
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2) * len(d.val) / len(text.encode()))
     assert (tmp_path / "run/tokenizer.json").read_text() == (made / "tokenizer.json").read_text()
     assert run.val_loss is not None and np.isfinite(run.val_loss)
 
 
 def test_bytes_end_with_a_byte_that_no_text_has(tmp_path):
     (tmp_path / "a.txt").write_text("ñ" * 200)
-    call(tmp_path / "a.txt", tmp_path / "out", tokenizer="byte", val_fraction=0.0)
+    said = str(call(tmp_path / "a.txt", tmp_path / "out", tokenizer="byte", val_fraction=0.0))
+    assert "no document is held out by val_fraction=0.0, so training holds out the last tokens" in said
+    assert open_data(DataConfig(path=str(tmp_path / "out")), block_size=8).val_bytes is None
     assert np.fromfile(tmp_path / "out/train_000000.bin", np.uint16)[512:].tolist() == [*("ñ" * 200).encode(), 255]
 
 

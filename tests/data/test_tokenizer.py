@@ -218,6 +218,11 @@ def test_long_texts_of_several_threads(bpe, busy_threads, monkeypatch):
     assert bpe.encode("another word").tolist() == bpe._encode_whole("another word").ids
 
 
+def test_a_bpe_with_fewer_tokens_than_asked_for_is_told(caplog):
+    assert train_bpe(["a lance"], 1_000_000).vocab_size == 262
+    assert caplog.messages == ["the text gives a BPE of 262 tokens, not 1,000,000"]
+
+
 def test_a_tokenizer_of_other_words_reads_the_whole(bpe, monkeypatch):
     """One that puts a space before a text would put one before each piece."""
     saved = json.loads(bpe.to_json())
