@@ -148,16 +148,17 @@ class Run:
         options = {"max_new_tokens": max_new_tokens, "cache_dtype": cache_dtype, "slots": slots, "grammar": grammar}
         decoding = self._decoding(sampling, chat, **options)
         ids = self.prompt_format.encode(prompts, chat)
+        contexts = [row if text or chat else [] for text, row in zip(prompts, ids, strict=True)]
         if draft is None:
             batches = stream(*self.decode_params, ids, decoding, key=key, every=every)
-            texts = join_texts(self.tokenizer, batches, len(ids), stop)
+            texts = join_texts(self.tokenizer, batches, contexts, stop)
         else:
             texts = []
             for number, row in enumerate(ids):
                 earlier = prompts[:number].count(prompts[number])  # equal prompts get different keys
                 row_key = jax.random.fold_in(key, earlier) if earlier else key
                 new_ids = self._speculate(draft, row, decoding, row_key, every)
-                texts.append("".join(iter_text(self.tokenizer, new_ids, stop)))
+                texts.append("".join(iter_text(self.tokenizer, new_ids, stop, contexts[number])))
         return texts[0] if isinstance(prompt, str) else texts
 
     def stream(
@@ -213,7 +214,7 @@ class Run:
             new_ids = (batch[0] for batch in batches)
         else:
             new_ids = self._speculate(draft, ids[0], decoding, key, every)
-        yield from iter_text(self.tokenizer, new_ids, stop)
+        yield from iter_text(self.tokenizer, new_ids, stop, ids[0] if prompt or chat else ())
 
     def score(self, texts: list[str]) -> list[Score]:
         """Return how well the model predicts each text: see `sample.score`."""

@@ -460,20 +460,20 @@ class Detokenizer:
     """Decode one growing list of ids in pieces that never split a character and never contain a stop string.
 
     Text that may be the start of a character or of a stop string is held back until more ids decide, or until `rest`.
-    Joined, the pieces are the text of all ids, up to the first stop string.
+    Joined, the pieces are what the ids add to the text of the prompt, up to the first stop string.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
-        """Start with no ids. Raise `UserError` for an empty stop string."""
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Sequence[int] = ()):
+        """Start with the ids of a prompt, none for a text of its own. Raise `UserError` for an empty stop string."""
         self._stop = [stop] if isinstance(stop, str) else list(stop)
         if "" in self._stop:
             raise UserError("a stop string is empty: every text contains it; give at least one character, or none")
         self.stopped = False
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
+        self._ids = _find_context(tokenizer, prompt)
         # Each call decodes the ids from `context` on, of which those before `shown` have been returned. A new id must
         # not come first: decoders treat the first id of a list differently (a leading space).
-        self._context = self._shown = 0
+        self._context, self._shown = 0, len(self._ids)
         self._held = ""
 
     def push(self, ids: Iterable[int]) -> str:
@@ -495,7 +495,10 @@ class Detokenizer:
 
     def _decode_new(self) -> str:
         shown = self._tokenizer.decode(self._ids[self._context : self._shown])
-        return self._tokenizer.decode(self._ids[self._context :])[len(shown) :]
+        text = self._tokenizer.decode(self._ids[self._context :])
+        if not text.startswith(shown):  # a prompt that ends within a character
+            shown = shown.rstrip(UNFINISHED)
+        return text[len(shown) :]
 
     def _release(self, new: str, *, is_last: bool = False) -> str:
         """Return the part of the held and the new text that no further id can change. Hold the rest back."""
@@ -508,9 +511,20 @@ class Detokenizer:
         return text[:cut]
 
 
-def iter_text(tokenizer: Tokenizer, ids: Iterable[Sequence[int]], stop: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the text of successive lists of ids in non-empty pieces. Stop reading ids at a stop string."""
-    detokenizer = Detokenizer(tokenizer, stop)
+def _find_context(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
+    """Return the last ids of a prompt, from the beginning of a character on, that have a text."""
+    size = 8
+    # Decoding a prompt of thousands of ids for each of many choices would take seconds.
+    while size < len(prompt) and tokenizer.decode(prompt[-size:])[:1] in ("", UNFINISHED):
+        size *= 2
+    return [int(i) for i in prompt[-size:]]
+
+
+def iter_text(
+    tokenizer: Tokenizer, ids: Iterable[Sequence[int]], stop: Sequence[str] = (), prompt: Sequence[int] = ()
+) -> Iterator[str]:
+    """Yield the text that successive lists of ids add to a prompt's, in non-empty pieces, until a stop string."""
+    detokenizer = Detokenizer(tokenizer, stop, prompt)
     for new_ids in ids:
         if piece := detokenizer.push(new_ids):
             yield piece
@@ -521,10 +535,14 @@ def iter_text(tokenizer: Tokenizer, ids: Iterable[Sequence[int]], stop: Sequence
 
 
 def join_texts(
-    tokenizer: Tokenizer, batches: Iterable[Sequence[Sequence[int]]], size: int, stop: Sequence[str] = ()
+    tokenizer: Tokenizer,
+    batches: Iterable[Sequence[Sequence[int]]],
+    prompts: Sequence[Sequence[int]],
+    stop: Sequence[str] = (),
 ) -> list[str]:
-    """Return the texts of `size` rows from batches of their new ids. Stop reading once all have met a stop string."""
-    detokenizers, texts = [Detokenizer(tokenizer, stop) for _ in range(size)], [""] * size
+    """Return the text that the new ids in batches add to each prompt's, until all have met a stop string."""
+    detokenizers = [Detokenizer(tokenizer, stop, prompt) for prompt in prompts]
+    texts = [""] * len(prompts)
     for batch in batches:
         texts = [text + d.push(new_ids) for text, d, new_ids in zip(texts, detokenizers, batch, strict=True)]
         if all(d.stopped for d in detokenizers):

@@ -48,8 +48,9 @@ class Choice:
         self.content, self.calls = "", list[dict[str, Any]]()  # the text without calls of tools, and these
         self.num_tokens = self.num_cached = 0  # tokens generated, and tokens of the prompt that were not computed again
         self._served, self._echo = served, echo
-        self._detokenizer = Detokenizer(served.run.tokenizer, stop)
-        self._places = Detokenizer(served.run.tokenizer)  # without stop strings: no text is held back
+        context = () if row.text == "" else row.prompt
+        self._detokenizer = Detokenizer(served.run.tokenizer, stop, context)
+        self._places = Detokenizer(served.run.tokenizer, (), context)  # without stop strings: no text is held back
         self._num_echoed = 0  # tokens of the prompt at the beginning of `tokens`
         self._read = 0  # characters of all tokens so far, perhaps more than the text has
         self._held: list[Token] = []  # tokens with text that is not out yet

@@ -1,12 +1,17 @@
 """The server over the engine of a model."""
 
 import concurrent.futures
+import dataclasses
 import json
 import re
 
 import pytest
 
-from tests.serve.conftest import BLOCK, CHAT, HELLO, join_choices, read_events
+from jaxgpt.config import DataConfig
+from jaxgpt.data.dataset import prepare
+from tests.helpers import make_model, recorded_run
+from tests.sample.test_detokenize import make_pieces
+from tests.serve.conftest import BLOCK, CHAT, HELLO, FakeEngine, join_choices, read_events
 
 PROMPTS = ["In a village", "x", "the lance-rack, an old buckler, a lean hack", "né"]
 
@@ -32,6 +37,25 @@ def test_a_seed_gives_the_text_of_sample(real, byte_run):
     text = byte_run.sample("hello", chat=True, seed=3, max_new_tokens=20)
     body = real.ask(CHAT, messages=HELLO, seed=3, max_tokens=20).json()
     assert body["choices"][0]["message"]["content"] == text
+
+
+def test_a_completion_begins_with_its_space_where_tokens_have_theirs_before_them(faked, text_file, tmp_path):
+    """As in Llama 2's and Mistral's vocabularies, whose decoders drop the first space of a text."""
+    (tmp_path / "tokenizer.json").write_text(make_pieces("Llama 2").to_json())
+    config = DataConfig(path=str(text_file), tokenizer=str(tmp_path / "tokenizer.json"))
+    run = recorded_run(tmp_path / "run", config, prepare(config, block_size=BLOCK), block_size=BLOCK)
+    run = dataclasses.replace(run, params=make_model(run.model.config)[1]).for_decoding()
+    cat = run.tokenizer.parts()["model"]["vocab"]["▁cat"]
+    how = {"logit_bias": {cat: 100.0}, "max_new_tokens": 2, "slots": 1, "greedy": True}
+    assert run.sample(["hello world", ""], **how) == [" cat cat", "cat cat"]
+    assert "".join(run.stream("hello world", **how)) == " cat cat"
+    client = faked(FakeEngine(answer=[cat]), run=run)
+    for prompt, text, offsets in (("hello world", " cat cat", [0, 4]), ("", "cat cat", [0, 3])):
+        (choice,), _ = answer(client, {"prompt": prompt, "max_tokens": 2, "logprobs": 1})
+        assert choice["text"] == text and choice["logprobs"]["text_offset"] == offsets
+        assert choice["logprobs"]["tokens"] == [" cat"] * 2
+    (choice,), _ = answer(client, {"prompt": "hello world", "max_tokens": 2, "echo": True})
+    assert choice["text"] == "hello world cat cat"
 
 
 def test_n_choices_are_the_samples_of_equal_prompts(real, byte_run):
