@@ -103,7 +103,10 @@ class Form:
         if task.chat:
             directory = None if task.tokenizer_file is None else Path(task.tokenizer_file).parent
             self.template = chat.find_template(tokenizer, directory)
-            self.end = find_end_of_turn(self.template, tokenizer)
+            end = find_end_of_turn(self.template, tokenizer)
+            if end is None:
+                raise UserError("no token ends a turn of this chat template: put a special token behind an answer")
+            self.end = end
         elif len(ids := tokenizer.encode(task.end)) == 1:
             self.end = int(ids[0])
         else:

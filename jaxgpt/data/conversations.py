@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from jaxgpt.config.validate import short
 from jaxgpt.data.corpus import advise_prepare, parse_line
 from jaxgpt.data.pipeline import RowReader, Split, pick_evenly
-from jaxgpt.data.template import ChatTemplate, Written, check_message, index_specials
+from jaxgpt.data.template import ETX, ChatTemplate, Written, check_message, index_specials
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.data.tools import Message, Tool, check_tools
 from jaxgpt.errors import UserError
@@ -55,8 +56,10 @@ def encode_all(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield (ids, mask) of each conversation. The mask is True for the tokens of the assistant.
 
-    Tokens after the last answer are dropped. Raises `UserError` for a conversation that the template rejects.
+    Tokens after the last answer are dropped. Raises `UserError` for a conversation that the template rejects. A warning
+    says if nothing that is learnt ends a turn.
     """
+    find_end_of_turn(template, tokenizer)
     for where, messages, tools in read_messages(path):
         try:
             ids, answers = tokenise(_drop_unlearnt(template.write(messages, tools=tools), messages), tokenizer)
@@ -91,13 +94,26 @@ def encode_messages(
     return tokenise(dataclasses.replace(written, text=written.text + begin), tokenizer)[0].tolist()
 
 
-def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int:
-    """Return the id that ends an answer: the assistant's last special token, or its last token if none is special."""
+def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
+    """Return the id that ends an answer: the first special token behind its content, or U+0003 of our own template.
+
+    Any other token could be part of a content, and a chat would stop there. Without one a warning says so, and the
+    result is None. A warning also says where the template does not mark it as the assistant's.
+    """
     # Every tokenizer of conversations knows "s", because the templates themselves contain it.
     written = template.write([{"role": role, "content": "s"} for role in ("user", "assistant")])
-    ids, answers = tokenise(written, tokenizer)
-    known = [i for i in ids[answers].tolist() if i in index_specials(tokenizer)]
-    return known[-1] if known else int(ids[answers][-1])
+    end = written.contents[-1][1] if written.contents else written.answers[-1][0]
+    ids, is_behind = tokenise(dataclasses.replace(written, answers=((end, len(written.text)),)), tokenizer)
+    specials = index_specials(tokenizer)
+    found = next((i for i in ids[is_behind].tolist() if i in specials or tokenizer.decode([i]) == ETX), None)
+    if found is None:
+        problem = "writes no special token behind an answer, so no token ends a turn: put one there"
+    elif found not in ids[tokenise(written, tokenizer)[1]]:
+        problem = f"has {tokenizer.decode([found])!r} outside {{% generation %}}, so it is not learnt: move it inside"
+    else:
+        return found
+    warnings.warn(f"the chat template {problem}, in chat_template.jinja", UserWarning, stacklevel=2)
+    return found
 
 
 def tokenise(written: Written, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:

@@ -238,9 +238,9 @@ def export_peft(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | N
 
 
 def _end_turns(ends: Sequence[int | None], run: Run, template: ChatTemplate) -> list[int]:
-    """Return the tokens that end a text, of which the one that ends the turns of a chat comes last."""
+    """Return the tokens that end a text, of which the one that ends the turns of a chat, if any, comes last."""
     turn = find_end_of_turn(template, run.tokenizer)
-    return [*(end for end in ends if end is not None and end != turn), turn]
+    return [end for end in (*(end for end in ends if end != turn), turn) if end is not None]
 
 
 def write_tokenizer(out: Path, run: Run, template: ChatTemplate | None) -> None:

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import json
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -151,6 +152,39 @@ def test_what_is_sampled_goes_on_where_training_put_answers():
         prompt = encode_messages(found, tokenizer, user("Why <|im_end|>?"))
         assert ids[: len(prompt)].tolist() == prompt and answers.argmax() == len(prompt)
         assert ids[answers][-1] == find_end_of_turn(found, tokenizer)
+
+
+TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+HALF = TURN.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+
+
+@pytest.mark.parametrize(
+    ("source", "end", "warned"),
+    [
+        (TURN, "<|im_end|>", None),
+        (HALF, "<|im_end|>", "<|im_end|>' outside {% generation %}, so it is not learnt"),
+        (HALF.replace("{{ m.c", "<|start|> {{ m.c").replace("<|im_end|>", "{{ eos_token }}"), "</s>", "outside"),
+        (HALF.replace("{% endgeneration %}<|im_end|>", "<|im_end|>{% endgeneration %}"), "<|im_end|>", None),
+        (TURN.replace("<|im_end|>", ""), None, "writes no special token behind an answer"),
+        (TURN.replace("<|im_end|>", " END"), None, "writes no special token behind an answer"),
+        (HALF.replace("<|im_end|>", "###"), None, "writes no special token behind an answer"),
+        (TURN.replace("{{ m.content }}", "{{ m.content | upper }}"), "<|im_end|>", None),
+        (TURN.replace("{{ m.content }}", "{{ m.content | trim }}"), "<|im_end|>", None),
+        (TURN.replace("<|im_end|>", ETX), ETX, None),
+    ],
+)
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_no_token_that_a_content_may_hold_ends_a_turn(kind, source, end, warned):
+    tokenizer = TOKENIZERS[kind]
+    if end == ETX and kind == "pieces":
+        pytest.skip("it has no token for U+0003")
+    source += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    found = Jinja(source=source, tokens=GOLDEN["tokens"], specials=tuple(tokenizer.specials))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        i = find_end_of_turn(found, tokenizer)
+    assert (i and tokenizer.decode([i])) == end
+    assert [warned in str(w.message) for w in caught] == [True] * (warned is not None)
 
 
 def test_templates_lie_beside_the_tokenizer(tmp_path):
