@@ -49,8 +49,8 @@ class PromptFormat:
     @functools.cached_property
     def template(self) -> ChatTemplate:
         """Return the chat template of training, which is the tokenizer's own or the default of `data.template`."""
-        template = find_template(self.tokenizer, self.metadata.directory)
         known = self.metadata.data.get("template_sha256")
+        template = find_template(self.tokenizer, self.metadata.directory, is_own=known is not None)
         if known is not None and known != template_fingerprint(template):
             file = self.metadata.directory / "tokenizer_config.json"
             raise UserError(

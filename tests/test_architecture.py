@@ -58,7 +58,7 @@ HOMES = {
     "orbax": ["runs.checkpoint"],
     "grain": ["data.pipeline"],
     "tokenizers": ["data.tokenizer"],
-    "jinja2": ["data.template"],
+    "jinja2": ["data.render"],
     "llguidance": ["sample.grammar"],
     "matplotlib": ["interventions.analyses", "runs.metrics", "tools.sweep"],
     "filelock": ["data.corpus", "runs.directory"],

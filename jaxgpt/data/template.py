@@ -14,20 +14,24 @@ The assistant writes its content and the end of its turn, but not the header of 
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import dataclasses
-import datetime
 import functools
 import hashlib
-import io
+import importlib.util
 import json
 import re
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxgpt.config.validate import short
+from jaxgpt.data import render
+from jaxgpt.data.render import CLOSE, OPEN
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.data.tools import DESCRIBED, Message, Tool, check_calls, check_characters, spell_out
 from jaxgpt.errors import UserError
@@ -36,14 +40,23 @@ from jaxgpt.files import is_there, read_bytes, read_json, write_whole
 Span = tuple[int, int]  # [start, end) in characters
 
 ROLES = ("system", "user", "assistant", "tool")
-# Around the output of {% generation %}, and around the number of a content in its placeholder.
-OPEN, CLOSE, HOLE = MARKS = ("\ufdd0", "\ufdd1", "\ufdd2")  # noncharacters, which contents must not contain
+HOLE = "\ufdd2"  # around the number of a content in its placeholder: no character, as OPEN and CLOSE are none
+MARKS = (OPEN, CLOSE, HOLE)
 LARGEST_CONFIG = 2**24  # bytes of a tokenizer_config.json. Gemma 3's, with 6,000 added tokens, has 2**20
 ETX = "\x03"  # "end of text" among ASCII's control codes
-LONGEST_TEXT = 2**24  # characters that a template in Jinja may write
+TEMPLATE_FILES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
+# What a class of transformers calls its tokens where no file does.
+GPT2 = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+DEFAULTS = {
+    "CohereTokenizer": {"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "pad_token": "<PAD>"},
+    "GPT2Tokenizer": GPT2,
+    "GPTNeoXTokenizer": GPT2,
+    "GemmaTokenizer": {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"},
+    "LlamaTokenizer": LLAMA,
+    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
+}
 SECONDS = 10.0  # the longest that a template may take for one conversation
-# A fixed date for templates: with the current one, the same conversations would give other tokens tomorrow.
-TODAY = datetime.date(2025, 1, 1)
 
 
 def check_message(message: Any, where: str) -> Message:
@@ -151,84 +164,45 @@ PLAIN = Turns(before="{Role}:\n", end=ETX, special=False)
 CHATML = Turns(before="<|im_start|>{role}\n", end="<|im_end|>", special=True)
 
 
-@functools.lru_cache(maxsize=8)
-def compile_template(source: str) -> Callable[..., str]:
-    """Return a function from keyword variables to text, with OPEN and CLOSE around {% generation %} blocks.
+RENDERING = threading.Lock()
 
-    Templates are untrusted programs. They run in Jinja's sandbox, as in transformers, and can read only their
-    variables: no attribute that begins with `_`, no file, no import. The time and the length of the text are limited,
-    the memory is not. Whitespace, filters and functions are as in transformers' `apply_chat_template`, but
-    `strftime_now` formats TODAY. Raises `UserError` if the source is not a template. The function raises it if the
-    template fails.
+
+@functools.cache
+def start_renderer() -> Any:
+    """Return the process that renders templates. In a session of its own, it gets no Ctrl-C."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    process: Any = subprocess.Popen([sys.executable, "-P", render.__file__], text=True, start_new_session=True, **pipes)
+    process.stdout.readline()
+    return process
+
+
+def render_template(source: str, variables: dict[str, Any] | None) -> str:
+    """Return the text of a template, with OPEN and CLOSE around {% generation %} blocks. See `render.py`.
+
+    No variables check only that the source is a template. Raises `UserError` if the template fails.
     """
-    try:
-        import jinja2
-        from jinja2 import ext, nodes
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise UserError("this tokenizer's chat template needs jinja2: python -m pip install 'jaxgpt[chat]'") from None
-
-    class Generation(ext.Extension):
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-        def _mark(self, caller: Callable[[], str]) -> str:
-            return OPEN + caller() + CLOSE
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    extensions = [Generation, ext.LoopControlExtension]
-    environment: Any = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = tojson
-    environment.globals = {
-        "dict": lambda **items: items,
-        "namespace": environment.globals["namespace"],
-        "raise_exception": raise_exception,
-        "range": environment.globals["range"],
-        "strftime_now": TODAY.strftime,
-    }
-    try:
-        template = environment.from_string(source)
-    except Exception as e:  # from Jinja, or from Python for the code that Jinja generates
-        line = f", line {e.lineno}" if getattr(e, "lineno", None) else ""
-        message = f"the chat template is not a Jinja template{line}: {str(e)[:300]}. Repair it, or give another"
-        raise UserError(message) from None
-
-    def render(**variables: Any) -> str:
-        text = io.StringIO()
-        # Raised in this thread from another, to end a loop that writes nothing, too.
-        thread, late = ctypes.c_ulong(threading.get_ident()), ctypes.py_object(TimeoutError)
-        timer = threading.Timer(SECONDS, ctypes.pythonapi.PyThreadState_SetAsyncExc, (thread, late))
-        timer.daemon = True
+    if importlib.util.find_spec("jinja2") is None:
+        raise UserError("this tokenizer's chat template needs jinja2: python -m pip install 'jaxgpt[chat]'")
+    with RENDERING:
+        process, line = start_renderer(), ""
+        timer = threading.Timer(SECONDS, process.kill)
         timer.start()
         try:
-            for piece in template.generate(**variables):
-                text.write(piece)
-                if text.tell() > LONGEST_TEXT:
-                    raise UserError(
-                        f"the chat template writes more than {LONGEST_TEXT:,} characters: it cannot be used"
-                    )
-            return text.getvalue()
-        except UserError:
-            raise
-        except TimeoutError:
-            message = f"the chat template takes more than {SECONDS:g} s for one conversation: it cannot be used"
-        except Exception as e:  # an untrusted program may raise anything
-            why = str(e)[:300].rstrip(".") or type(e).__name__
-            message = f"the chat template rejects the conversation: {why}. Repair it, or give another tokenizer"
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(json.dumps([source, variables]) + "\n")
+                process.stdin.flush()
+                line = process.stdout.readline()
         finally:
             timer.cancel()
-        raise UserError(message)
-
-    return render
+            if not line:  # it has ended, or Ctrl-C came before its answer
+                start_renderer.cache_clear()
+                process.kill()
+                process.communicate()
+    limits = f"takes more than {SECONDS:g} s or 1 GiB of memory for one conversation: it cannot be used"
+    answer = json.loads(line or json.dumps({"error": limits}))
+    if "error" in answer:
+        raise UserError(f"the chat template {answer['error']}")
+    return answer["text"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -238,13 +212,15 @@ class Jinja:
     source: str  # the template, in Jinja's language
     tokens: dict[str, str]  # text of bos_token, eos_token, ...
     specials: tuple[str, ...]  # texts of all special tokens
+    tool_source: str = ""  # the template for conversations with tools, if that is another
 
     def _text(
         self, messages: Sequence[Message], tools: Sequence[Tool], *, prompt: bool = False
     ) -> tuple[str, list[Span]]:
         """Return (rendered text, spans of its {% generation %} blocks)."""
-        given = {"messages": [dict(m) for m in messages], "tools": list(tools) or None, "add_generation_prompt": prompt}
-        rendered = compile_template(self.source)(**given, documents=None, **self.tokens)
+        given = {"messages": list(messages), "tools": list(tools) or None, "add_generation_prompt": prompt}
+        source = (tools and self.tool_source) or self.source
+        rendered = render_template(source, {**given, "documents": None, **self.tokens})
         text, spans = "", []
         for part in re.split(f"([{OPEN}{CLOSE}])", rendered):
             if part == OPEN:
@@ -256,12 +232,22 @@ class Jinja:
         return text, spans
 
     def write(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), prompt: bool = False) -> Written:
-        """Render messages: see `Turns.write`. Raises `UserError` for tools and calls with special tokens in them."""
+        """Render messages: see `Turns.write`.
+
+        Raises `UserError` for tools and calls with special tokens in them, and for those that the template leaves out.
+        """
         others = [{name: held for name, held in m.items() if name not in ("role", "content")} for m in messages]
         spelled = json.dumps([tools, others], ensure_ascii=False) if tools or any(others) else ""
         if token := next((token for token in self.specials if token in spelled), None):
             raise UserError(f"the tools or their calls have {token!r}, a special token: take it out")
         text, answers = self._text(messages, tools, prompt=prompt)
+        for what, fewer, offered in _leave_out(messages, tools):
+            try:
+                is_same = self._text(fewer, offered, prompt=prompt)[0] == text
+            except UserError:  # it needs what was left out
+                continue
+            if is_same:
+                raise UserError(f"its chat template does not write {what}: leave it out, or give another template")
         if not answers and not prompt:
             own = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
             answers = [self._answer(messages, tools, n, text) for n in own]
@@ -310,41 +296,60 @@ class Jinja:
 
     def config(self) -> dict[str, Any]:
         """Return the entries of tokenizer_config.json."""
-        return {"chat_template": self.source, **self.tokens}
+        named = {"default": self.source, "tool_use": self.tool_source}
+        several = [{"name": name, "template": source} for name, source in named.items()]
+        return {"chat_template": several if self.tool_source else self.source, **self.tokens}
 
 
 ChatTemplate = Turns | Jinja
 
 
-def find_template(tokenizer: Tokenizer, directory: Path | None) -> ChatTemplate:
+def _leave_out(
+    messages: Sequence[Message], tools: Sequence[Tool]
+) -> Iterator[tuple[str, Sequence[Message], Sequence[Tool]]]:
+    """Yield (what is left out, messages, tools) without the tools, without each call, and without each result."""
+    if tools:
+        yield "tools", messages, ()
+    for n, message in enumerate(messages):
+        if message["role"] == "tool":
+            yield f"message {n + 1}, the result of a tool", [*messages[:n], *messages[n + 1 :]], tools
+        calls = message.get("tool_calls", ())
+        for k in range(len(calls)):
+            others = {"tool_calls": [*calls[:k], *calls[k + 1 :]]} if len(calls) > 1 else {}
+            rest = {name: held for name, held in message.items() if name != "tool_calls"} | others
+            yield f"call {k + 1} of message {n + 1}", [*messages[:n], rest, *messages[n + 1 :]], tools
+
+
+def find_template(tokenizer: Tokenizer, directory: Path | None, *, is_own: bool = False) -> ChatTemplate:
     """Return the chat template of a tokenizer. Raises `UserError` for damaged files.
 
     Args:
         directory: the directory of its tokenizer.json. Its own template is in chat_template.jinja, or in
             tokenizer_config.json, perhaps as one of several with names. None means that the tokenizer was made here.
+        is_own: whether a run was trained with it, so that the run's tokenizer_config.json has all that it needs.
     """
-    values: Any = {}
-    if directory is not None and is_there(directory / "tokenizer_config.json", "Name another tokenizer."):
-        path = directory / "tokenizer_config.json"
-        values = read_json(path, LARGEST_CONFIG)
-        if not isinstance(values, dict):
-            raise UserError(f"{path} is damaged: it holds {type(values).__name__}, not an object")
-    source = values.get("chat_template")
-    if isinstance(source, list):  # [{"name": "default", "template": "..."}, ...]
-        defaults = [x.get("template") for x in source if isinstance(x, dict) and x.get("name") == "default"]
-        source = (defaults and defaults[-1]) or source
-    if directory is not None and is_there(directory / "chat_template.jinja", "Name another tokenizer."):
-        source = read_bytes(directory / "chat_template.jinja", LARGEST_CONFIG).decode("utf-8", errors="replace")
-    if source is not None:
-        if not isinstance(source, str) or any(mark in source for mark in MARKS):
+    values = {} if directory is None else _read_values(directory / "tokenizer_config.json")
+    if directory is not None and (named := _find_sources(directory, values.get("chat_template"))):
+        source, tool_source = named.get("default"), named.get("tool_use", "")
+        if not all(isinstance(x, str) and not any(m in x for m in MARKS) for x in (source, tool_source)):
             raise UserError(
                 f"the chat_template in {directory} is damaged: it must be a text, or a list with one named default"
             )
-        # A token is a string, or an object with its content and matching options.
-        plain = {name: x.get("content") if isinstance(x, dict) else x for name, x in values.items()}
-        tokens = {name: x for name, x in plain.items() if _is_token(name) and isinstance(x, str)}
-        compile_template(source)  # raises `UserError` for what is not a template
-        return Jinja(source=source, tokens=tokens, specials=tuple(tokenizer.specials))
+        for text in (source, tool_source):
+            render_template(text, None)  # raises `UserError` for what is not a template
+        used = re.findall(r"\b[a-z]+_token\b", source + tool_source)
+        tokens = {name: text for name, x in values.items() if _is_token(name) and (text := _spell(x)) is not None}
+        if not is_own:
+            known = _find_tokens(tokenizer, directory, values)
+            tokens |= {name: text for name in used if (text := _spell(known.get(name))) is not None}
+            if lost := [name for name in used if name not in known and f"{name} is" not in source + tool_source]:
+                warnings.warn(
+                    f"the chat template in {directory} uses {lost[0]}, which no file there defines, so that it is empty: "
+                    "define it in tokenizer_config.json",
+                    UserWarning,
+                    stacklevel=2,
+                )
+        return Jinja(source=source, tokens=tokens, specials=tuple(tokenizer.specials), tool_source=tool_source)
     ours = CHATML
     if not {"<|im_start|>", "<|im_end|>"} <= tokenizer.specials.keys():
         end = next((token for token, i in tokenizer.specials.items() if i == tokenizer.end_of_text), None)
@@ -359,26 +364,72 @@ def find_template(tokenizer: Tokenizer, directory: Path | None) -> ChatTemplate:
     return dataclasses.replace(ours, begin=begin) if begin else ours
 
 
+def _read_values(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, empty if there is no file. Raises `UserError` if it is damaged."""
+    values = read_json(path, LARGEST_CONFIG) if is_there(path, "Name another tokenizer.") else {}
+    if not isinstance(values, dict):
+        raise UserError(f"{path} is damaged: it holds {type(values).__name__}, not an object")
+    return values
+
+
+def _find_sources(directory: Path, held: Any) -> dict[str, Any]:
+    """Return the templates by name, as transformers finds them. held: `chat_template` of tokenizer_config.json."""
+    if isinstance(held, list):  # [{"name": "default", "template": "..."}, ...]
+        held = {x["name"]: x.get("template") for x in held if isinstance(x, dict) and isinstance(x.get("name"), str)}
+    elif held is not None and not isinstance(held, dict):
+        held = {"default": held}
+    files = {
+        name: read_bytes(directory / file, LARGEST_CONFIG).decode("utf-8", errors="replace")
+        for name, file in TEMPLATE_FILES.items()
+        if is_there(directory / file, "Name another tokenizer.")
+    }
+    return files if "default" in files else (held or {}) | files
+
+
+def _find_tokens(tokenizer: Tokenizer, directory: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """Return special tokens by names such as bos_token, as transformers finds them. values: tokenizer_config.json."""
+    kind = str(values.get("tokenizer_class")).removesuffix("Fast")
+    known: dict[str, Any] = {name: x for name, x in DEFAULTS.get(kind, {}).items() if x in tokenizer.specials}
+    if kind not in DEFAULTS:  # config.json of a model's directory, or of a run that was imported
+        config = _read_values(directory / "config.json") or _read_values(directory / "hf/config.json")
+        for name, ids in config.items():
+            i = ids[0] if isinstance(ids, list) and ids else ids
+            if _is_token(token := name.removesuffix("_id")) and type(i) is int and 0 <= i < tokenizer.vocab_size:
+                known[token] = tokenizer.decode([i])
+    known |= {name: x for name, x in values.items() if _is_token(name)}
+    if "added_tokens_decoder" not in values:
+        known |= _read_values(directory / "special_tokens_map.json")
+    return known
+
+
 def _is_token(name: str) -> bool:
     """Return whether an entry of tokenizer_config.json holds the text of a token."""
     return name.endswith("_token") and not name.startswith("add_")
 
 
+def _spell(token: Any) -> str | None:
+    """Return the text of a token: it is that, or an object with its content and matching options."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
 def write_template(directory: Path, config: dict[str, Any]) -> None:
     """Write a template's `config` into tokenizer_config.json, in place of another template's."""
-    path, jinja = directory / "tokenizer_config.json", directory / "chat_template.jinja"
-    there = read_json(path, LARGEST_CONFIG) if path.exists() else {}
+    path = directory / "tokenizer_config.json"
+    there = _read_values(path)
     others = {name: x for name, x in there.items() if name != "chat_template" and not (config and _is_token(name))}
     if others or config:
         write_whole(path, json.dumps(others | config, indent=1) + "\n")
-    if jinja.exists() and jinja.read_bytes().decode("utf-8", errors="replace") != config.get("chat_template"):
-        jinja.unlink()  # it would take precedence
+    for file in (directory / name for name in TEMPLATE_FILES.values()):
+        if file.exists() and file.read_bytes().decode("utf-8", errors="replace") != config.get("chat_template"):
+            file.unlink()  # it would take precedence
 
 
 def fingerprint(template: ChatTemplate) -> str:
     """Return the SHA-256 of a template's fields."""
-    # An empty `begin` is left out: older fingerprints have no such field.
-    held = {name: value for name, value in dataclasses.asdict(template).items() if name != "begin" or value}
+    # What is empty of these is left out: older fingerprints have no such fields.
+    later = ("begin", "tool_source")
+    held = {name: value for name, value in dataclasses.asdict(template).items() if name not in later or value}
     return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
 
 

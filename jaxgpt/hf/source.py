@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import short
+from jaxgpt.data.template import TEMPLATE_FILES
 from jaxgpt.data.tokenizer import (
     BPETokenizer,
     ByteTokenizer,
@@ -31,12 +32,13 @@ from jaxgpt.hf.weights import Tensor, check, list_tensors
 LARGEST_CONFIG = 2**24  # bytes of a config.json
 # Files that an export copies. In a run directory the tokenizer's are next to tokenizer.json, where a chat finds its
 # template, and the others in a folder.
-BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", *TEMPLATE_FILES.values())
 HF_FOLDER = "hf"
 IN_HF_FOLDER = ("config.json", "generation_config.json")
 README = "README.md"  # kept there too
 # Files to download: no pickled weights, none for other frameworks, no copies in folders.
 WANTED = [*IN_HF_FOLDER, README, "*.safetensors", "*.safetensors.index.json", "tokenizer.json", *BESIDE_TOKENIZER]
+UNWANTED = [f"*/{Path(name).name}" for name in WANTED if "/" not in name]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 PADDING = 1024  # ids beyond the tokenizer's that do not cause a warning: vocabularies are rounded up
 
@@ -75,7 +77,7 @@ def find_directory(name: str, wanted: Sequence[str] = WANTED, *, downloads: bool
     except ImportError:
         raise UserError(f"no directory at {path}. To download a model: python -m pip install 'jaxgpt[hf]'") from None
     try:
-        files = {"allow_patterns": list(wanted), "ignore_patterns": "*/*"}
+        files = {"allow_patterns": list(wanted), "ignore_patterns": UNWANTED}
         return Path(snapshot_download(name, local_files_only=not downloads, **files))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
         why = f"could not be downloaded: {first_line(e)[:200]}" if downloads else "was never downloaded here"
@@ -172,7 +174,7 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
     """Copy the files with these names that are there."""
     for name in names:
         if (source / name).is_file():
-            target.mkdir(exist_ok=True)
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
             write_whole(target / name, read_bytes(source / name, LARGEST_CONFIG))
 
 

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import json
+import resource
 import time
 import warnings
 
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 
 from jaxgpt.data import template as module
-from jaxgpt.data.conversations import encode_messages, find_end_of_turn, tokenise
-from jaxgpt.data.template import CHATML, ETX, LONGEST_TEXT, PLAIN, Jinja, compile_template, find_template
+from jaxgpt.data.conversations import encode_all, encode_messages, find_end_of_turn, tokenise
+from jaxgpt.data.render import LONGEST_TEXT
+from jaxgpt.data.template import CHATML, ETX, PLAIN, Jinja, find_template, render_template, write_template
 from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, train_bpe
 from jaxgpt.errors import UserError
 from tests.conftest import REPOSITORY
@@ -202,12 +204,19 @@ def test_templates_lie_beside_the_tokenizer(tmp_path):
         return find_template(tokenizer, tmp_path)
 
     assert found("{{ eos_token }}{{ bos_token }}{{ pad_token }}").write([], prompt=True).text == "</s><s>"
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "usual"}]
-    assert found(named).source == "usual" and found(named).config() == {
-        "chat_template": "usual",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-    }
+    named = [{"name": "default", "template": "usual"}, {"name": "tool_use", "template": "{{ tools[0].type }}"}]
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    assert found(named[:1]).config() == {"chat_template": "usual", **tokens}
+    assert found(named[::-1]).config() == {"chat_template": named, **tokens}
+    tool = {"type": "function", "function": {"name": "a"}}
+    assert [found(named).write(user("x"), tools=tools).text for tools in ((), [tool])] == ["usual", "function"]
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("{{ tools | length }}")
+    assert [found("old").write(user("x"), tools=tools).text for tools in ((), [tool])] == ["old", "1"]
+    write_template(tmp_path, found("old").config())  # as a run has it
+    assert not (tmp_path / "additional_chat_templates/tool_use.jinja").exists()
+    again = find_template(tokenizer, tmp_path, is_own=True)
+    assert again.config()["chat_template"][1]["template"] == "{{ tools | length }}"
     (tmp_path / "chat_template.jinja").write_text("newer")
     assert found("older").source == "newer"
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
@@ -217,6 +226,83 @@ def test_templates_lie_beside_the_tokenizer(tmp_path):
     for bad in (3, [{"name": "rag", "template": "x"}, {"name": "default"}], "\ufdd0"):
         with pytest.raises(UserError, match="is damaged: it must be a text"):
             found(bad)
+
+
+FAST, BOS = {"tokenizer_class": "PreTrainedTokenizerFast"}, {"bos_token": "<s>"}
+PLACES = {  # files -> what bos_token is, and whether a warning says that nothing defines it
+    "the configuration": ({"tokenizer_config": FAST | BOS}, "<s>", False),
+    "the map": ({"tokenizer_config": FAST, "special_tokens_map": {"bos_token": {"content": "<s>"}}}, "<s>", False),
+    "the map, which wins": (
+        {"tokenizer_config": {"bos_token": "</s>"}, "special_tokens_map": BOS},
+        "<s>",
+        False,
+    ),
+    "the configuration, which wins where it lists its tokens": (
+        {"tokenizer_config": FAST | BOS | {"added_tokens_decoder": {}}, "special_tokens_map": {"bos_token": "</s>"}},
+        "<s>",
+        False,
+    ),
+    "the map alone": ({"special_tokens_map": BOS}, "<s>", False),
+    "the class": ({"tokenizer_config": {"tokenizer_class": "LlamaTokenizerFast"}}, "<s>", False),
+    "the class, which has none": (
+        {"tokenizer_config": {"tokenizer_class": "Qwen2Tokenizer"}, "config": {"bos_token_id": 0}},
+        "",
+        True,
+    ),
+    "an id of the model": ({"tokenizer_config": FAST, "config": {"bos_token_id": 0}}, "<s>", False),
+    "an id in an imported run": ({"hf/config": {"bos_token_id": [0, 1]}}, "<s>", False),
+    "an id that it lacks": ({"config": {"bos_token_id": 10**6}}, "", True),
+    "none, by intent": ({"tokenizer_config": {"bos_token": None}, "config": {"bos_token_id": 0}}, "", False),
+    "nothing": ({}, "", True),
+}
+
+
+@pytest.mark.parametrize(("files", "bos", "is_warned"), PLACES.values(), ids=PLACES)
+def test_special_tokens_are_found_where_transformers_finds_them(files, bos, is_warned, tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "chat_template.jinja").write_text(
+        "[{{ bos_token }}]{% if pad_token is defined %}{{ pad_token }}{% endif %}"
+    )
+    for name, values in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(values))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = find_template(TOKENIZERS["bytes"], tmp_path)
+    assert found.write(user("x"), prompt=True).text == f"[{bos}]"
+    assert ["uses bos_token, which no file there defines" in str(w.message) for w in caught] == [True] * is_warned
+    # The run that is trained with it has all that it needs in one file.
+    write_template(tmp_path / "hf", found.config())
+    assert find_template(TOKENIZERS["bytes"], tmp_path / "hf", is_own=True) == found
+
+
+CALLS = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in "ab"]
+CALLED = {"role": "assistant", "content": "", "tool_calls": CALLS}
+ASKED = [*user("x"), CALLED, {"role": "tool", "content": "3"}, {"role": "assistant", "content": "z"}]
+WHOLE = (
+    "{{ tools | tojson }}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %};{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("part", "instead", "said"),
+    [
+        ("{{ tools | tojson }}", "", "does not write tools"),
+        ("{{ call | tojson }}", "", "does not write call 1 of message 2"),
+        ("in m.tool_calls or []", "in (m.tool_calls or [])[:1]", "does not write call 2 of message 2"),
+        ("in messages %}", "in messages if m.role != 'tool' %}", "does not write message 3, the result of a tool"),
+    ],
+)
+def test_a_template_that_leaves_tools_out_is_refused_in_training_too(part, instead, said, tmp_path):
+    """Where an empty answer would be learnt for a call."""
+    path, tokenizer = tmp_path / "chat.jsonl", TOKENIZERS["bytes"]
+    path.write_text(json.dumps({"messages": ASKED, "tools": [{"type": "function", "function": {"name": "a"}}]}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nothing ends a turn
+        list(encode_all(path, tokenizer, Jinja(source=WHOLE, tokens={}, specials=())))
+        with pytest.raises(UserError, match=f"chat.jsonl:1: its chat template {said}"):
+            list(encode_all(path, tokenizer, Jinja(source=WHOLE.replace(part, instead), tokens={}, specials=())))
 
 
 @pytest.mark.parametrize(
@@ -236,28 +322,41 @@ def test_templates_lie_beside_the_tokenizer(tmp_path):
 )
 def test_templates_are_not_trusted(source):
     with pytest.raises(UserError, match="rejects the conversation|writes more than|not a Jinja template"):
-        compile_template(source)(messages=[])
+        render_template(source, {"messages": []})
 
 
-def test_templates_take_no_more_time_than_they_may(monkeypatch):
-    """Not even in a loop that writes nothing, and in a thread."""
-    monkeypatch.setattr(module, "SECONDS", 0.2)
-    for_each = "{% for i in range(99999) %}"
-    render = compile_template(
-        f"{{% if n %}}{for_each}{for_each}{{% endfor %}}{{% endfor %}}{{% else %}}none{{% endif %}}"
-    )
+@pytest.mark.parametrize(
+    "costly",
+    [
+        "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}",  # writes nothing
+        "{% if n %}{{ 7 ** 100000000 }}{% endif %}",
+        "{% if n %}{{ (7 ** (10000000 * n)) % 3 }}{% endif %}",
+        "{% if n %}{{ 'x' * (10 ** 12) }}{% endif %}",
+        "{% if n %}{{ 'x'.center(n * 10 ** 11) }}{% endif %}",
+        "{% if n %}{{ ('x' * 9999999).replace('x', 'x' * 9999999) | length }}{% endif %}",
+        "{% if n %}{{ '%99999999999d' % n }}{% endif %}",
+        "{% if n %}{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{% endif %}",
+    ],
+)
+def test_templates_take_no_more_time_and_memory_than_they_may(monkeypatch, costly):
+    """Not even in a single call, which no thread can end, and where constants are folded; in any thread."""
+    monkeypatch.setattr(module, "SECONDS", 0.5)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        for call in (render, lambda n: pool.submit(render, n=n).result()):
-            with pytest.raises(UserError, match=r"the chat template takes more than 0\.2 s for one conversation"):
-                call(n=1)
-            assert call(n=0) == "none"
+        for call in (render_template, lambda *a: pool.submit(render_template, *a).result()):
+            began = time.monotonic()
+            with pytest.raises(UserError, match=r"takes more than|rejects the conversation|is not a Jinja"):
+                call(costly, {"n": 1})
+            assert time.monotonic() - began < 8
+            assert call("none", {}) == "none"  # the next is rendered all the same
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
 
 
 def test_templates_know_one_day_only():
-    assert compile_template("{{ strftime_now('%d %b %Y') }}")() == "01 Jan 2025"
+    assert render_template("{{ strftime_now('%d %b %Y') }}", {}) == "01 Jan 2025"
 
 
 def test_jinja2_is_asked_for_by_name(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
     with pytest.raises(UserError, match=r"chat template needs jinja2: python -m pip install 'jaxgpt\[chat\]'"):
-        compile_template("a template that is not there yet")
+        render_template("a template that is not there yet", {})

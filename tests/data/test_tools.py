@@ -24,10 +24,10 @@ MARKED = """{% if tools %}<|im_start|>system
 </tool_call>{% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-BARE = """{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}{% set call = m.tool_calls[0].function %}{"name": \
+BARE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}{% set call = m.tool_calls[0].function %}{"name": \
 "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}\
 {% if add_generation_prompt %}<|assistant|>{% endif %}"""
-LISTED = """{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}[TOOL_CALLS] [{% for call in m.tool_calls %}{"name": "\
+LISTED = """{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}[TOOL_CALLS] [{% for call in m.tool_calls %}{"name": "\
 {{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}, "id": "{{ call.id }}"}{% endfor %}]\
 {% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
 THINKING = MARKED.replace(
@@ -90,7 +90,7 @@ def test_a_choice_of_none_offers_nothing():
 
 @pytest.mark.parametrize("source", ["{{ messages[0].content }}", MARKED.replace("| tojson }}}", "| length }}}")])
 def test_a_template_without_calls_in_json_is_refused(source):
-    with pytest.raises(UserError, match="writes no calls"):
+    with pytest.raises(UserError, match="writes no calls|does not write tools"):
         offer_tools(TOOLS, None, jinja(source).write)
 
 
