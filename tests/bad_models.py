@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +19,16 @@ MODELS = [
     ("nowhere", "no directory at models/nowhere"),
     ("file", "models/file is a file: give the directory"),
     ("empty", "has no config.json"),
-    ("no_weights", "has no .safetensors files: there are no weights"),
+    ("adapter", "has an adapter of 'gpt2', no whole model. Merge it, and give import OUT: python -c"),
+    ("no_weights", "has no .safetensors files: download model.safetensors"),
+    ("consolidated", "has no .safetensors files but consolidated.safetensors, whose tensors have other names"),
     ("pickled", "has only pickled weights (pytorch_model.bin), which could run any code"),
     ("damaged", "config.json is damaged"),
-    ("mixed", "model_type=['gpt2'] is unknown: jaxgpt reads gpt2, llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3"),
+    (
+        "mixed",
+        "model_type=['gpt2'] is not supported: jaxgpt reads gpt2, llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3",
+    ),
+    ("images", "model_type='gemma3' is not supported (of its parts only the model of text, as gemma3_text): jaxgpt"),
     ("no_width", "config.json: it has no n_embd"),
     ("huge_width", "n_embd=1152921504606846976"),
     ("odd_heads", "n_embd=8 is not divisible by n_head=3"),
@@ -52,6 +57,7 @@ def prepare_models(place: Path) -> None:
     _model(root / "good", CONFIG, good)
     for name, changed in {
         "mixed": {"model_type": ["gpt2"]},
+        "images": {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
         "huge_width": {"n_embd": 2**60},
         "odd_heads": {"n_head": 3},
         "activation": {"activation_function": "swish"},
@@ -59,9 +65,24 @@ def prepare_models(place: Path) -> None:
     }.items():
         _model(root / name, CONFIG | changed)
     _model(root / "no_width", {key: value for key, value in CONFIG.items() if key != "n_embd"})
-    for name in ("damaged", "no_weights", "pickled", "integers", "cut", "long_head", "enormous", "pipe", "two_files"):
+    for name in (
+        "damaged",
+        "adapter",
+        "consolidated",
+        "no_weights",
+        "pickled",
+        "integers",
+        "cut",
+        "long_head",
+        "enormous",
+        "pipe",
+        "two_files",
+    ):
         _model(root / name, CONFIG)
     (root / "damaged/config.json").write_text('{"model_type": "gp')
+    (root / "adapter/adapter_config.json").write_text('{"base_model_name_or_path": "gpt2"}')
+    save_file(good, root / "adapter/adapter_model.safetensors")
+    save_file(good, root / "consolidated/consolidated.safetensors")
     (root / "pickled/pytorch_model.bin").write_bytes(b"\x80\x02}q\x00.")
     wrong = {"transformer.wpe.weight": np.ones((4, 8), np.float32), "adapter": np.ones(8, np.float32)}
     _model(root / "all_at_once", CONFIG, {n: x for n, x in (good | wrong).items() if not n.endswith("ln_2.bias")})
@@ -85,7 +106,7 @@ def prepare_models(place: Path) -> None:
         "index_pickle": "model.bin",
         "index_gone": "model-2.safetensors",
     }.items():
-        shutil.copytree(root / "good", root / name)
+        _model(root / name, CONFIG)
         index = {"weight_map": {"transformer.wte.weight": file}}
         (root / name / "model.safetensors.index.json").write_text(json.dumps(index))
 

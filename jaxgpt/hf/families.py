@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from jaxgpt.config import GPTConfig
@@ -260,9 +259,9 @@ def get_family(hf: dict[str, Any]) -> Family:
     """Return the family of a config.json. Raises `UserError` if it is unknown or the weights are quantised."""
     kind = hf.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        close = difflib.get_close_matches(kind, FAMILIES, n=1) if isinstance(kind, str) else []
-        near = f" (did you mean {close[0]}?)" if close else ""
-        raise UserError(f"model_type={short(kind)} is unknown{near}: jaxgpt reads {', '.join(FAMILIES)}")
+        inner = hf["text_config"].get("model_type") if isinstance(hf.get("text_config"), dict) else None
+        part = f" (of its parts only the model of text, as {inner})" if inner in FAMILIES else ""
+        raise UserError(f"model_type={short(kind)} is not supported{part}: jaxgpt reads {', '.join(FAMILIES)}")
     if hf.get("quantization_config") is not None:
         raise UserError("its weights are quantised (quantization_config): give a copy that is not")
     return FAMILIES[kind]

@@ -350,10 +350,8 @@ def their_shape(ours: Sequence[tuple[int, ...]], layout: Layout) -> tuple[int, .
 IGNORED = frozenset(
     # File and storage.
     "model_type architectures transformers_version dtype torch_dtype quantization_config name_or_path "
-    "_name_or_path _commit_hash "
     # Implementation: the same result up to rounding.
-    "attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal "
-    "_experts_implementation _experts_implementation_internal chunk_size_feed_forward gradient_checkpointing "
+    "attn_implementation chunk_size_feed_forward gradient_checkpointing "
     "pretraining_tp reorder_and_upcast_attn torchscript use_bfloat16 use_cache cache_implementation "
     # Further outputs of a call.
     "output_attentions output_hidden_states return_dict use_return_dict tie_last_hidden_states "
@@ -371,7 +369,7 @@ IGNORED = frozenset(
     # Notes of other tools.
     "is_llama_config transformers.js_config unsloth_fixed unsloth_version "
     # Read by transformers only in other families, or in other versions if layer_types is absent.
-    "is_decoder cross_attention_hidden_size n_ctx _sliding_window_pattern".split()
+    "is_decoder cross_attention_hidden_size n_ctx".split()
 )
 # Fields that only matter in training, and fields that `canonical_form` replaces by a list over the layers.
 TRAINING = ("dropout", "residual_init", "mup_base_width", "scan_layers", "remat")
@@ -414,9 +412,11 @@ class Family:
         return hf
 
     def unknown_keys(self, hf: dict[str, Any]) -> list[str]:
-        """Return the unknown keys of a config.json, except those that are null or false."""
+        """Return the unknown keys of a config.json, except those that are null, false or private to transformers."""
         known = IGNORED.union(*(rule.keys for rule in self.config_rules))
-        return sorted(key for key, value in hf.items() if key not in known and value not in (None, False))
+        return sorted(
+            key for key, value in hf.items() if key not in known and value not in (None, False) and key[:1] != "_"
+        )
 
     def expand_rules(self, config: GPTConfig, paths: Container[str]) -> Iterator[WeightRule]:
         """Yield the rule of each tensor of a model, with layer indices filled in.

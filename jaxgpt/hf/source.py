@@ -37,7 +37,15 @@ HF_FOLDER = "hf"
 IN_HF_FOLDER = ("config.json", "generation_config.json")
 README = "README.md"  # kept there too
 # Files to download: no pickled weights, none for other frameworks, no copies in folders.
-WANTED = [*IN_HF_FOLDER, README, "*.safetensors", "*.safetensors.index.json", "tokenizer.json", *BESIDE_TOKENIZER]
+WANTED = [
+    *IN_HF_FOLDER,
+    README,
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "adapter_config.json",
+    "tokenizer.json",
+    *BESIDE_TOKENIZER,
+]
 UNWANTED = [f"*/{Path(name).name}" for name in WANTED if "/" not in name]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 PADDING = 1024  # ids beyond the tokenizer's that do not cause a warning: vocabularies are rounded up
@@ -98,7 +106,14 @@ def open_source(name: str, tokenizer: str | None = None) -> Source:
         UserError: something is missing, damaged or unknown.
     """
     directory = find_directory(name)
-    path = directory / "config.json"
+    path, adapter = directory / "config.json", directory / "adapter_config.json"
+    if adapter.exists():
+        values = read_json(adapter, LARGEST_CONFIG)
+        base = short(values.get("base_model_name_or_path")) if isinstance(values, dict) else "a model"
+        raise UserError(
+            f'{directory} has an adapter of {base}, no whole model. Merge it, and give import OUT: python -c "from peft import '
+            f"AutoPeftModelForCausalLM as M; M.from_pretrained('{directory}').merge_and_unload().save_pretrained('OUT')\""
+        )
     if not path.exists():
         raise UserError(f"{directory} has no config.json: give a directory that save_pretrained or a download made")
     hf = read_json(path, LARGEST_CONFIG)

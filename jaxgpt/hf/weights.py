@@ -31,6 +31,7 @@ from jaxgpt.lora import A, B
 from jaxgpt.model import GPT
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+OTHERS = ("consolidated.safetensors", "adapter_model.safetensors")  # Mistral's own names for tensors, and PEFT's
 LARGEST_INDEX = 2**26  # bytes, about a million tensors
 SHARD = 5 * 10**9  # bytes per file, as on the Hub
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
@@ -74,13 +75,15 @@ def _open(file: Path) -> Any:
 
 
 def list_tensors(directory: Path) -> dict[str, Tensor]:
-    """List the tensors of a directory by name, from its only file or from the files in its index. Reads headers only.
+    """List the tensors of a directory by name, from one file, which goes first, or from those in an index. Reads headers only.
 
-    A warning names each tensor that the index does not name, or names in another file: other programs may read it.
+    A warning names an index that is not read, and each tensor that the index does not name, or names in another file: other programs may read it.
     Raises `UserError` for files that are missing, truncated, damaged or pickled.
     """
     index = directory / INDEX
-    if not index.exists():
+    if (directory / ONE).exists() or not index.exists():
+        if index.exists():
+            warnings.warn(f"{index} is not read, because {ONE} is there: remove the older", UserWarning, stacklevel=2)
         return _read_header(_find_file(directory))
     chosen = _read_index(index)
     headers = {file: _read_header(file) for file in dict.fromkeys(chosen.values())}
@@ -126,7 +129,7 @@ def _read_index(index: Path) -> dict[str, Path]:
 
 def _find_file(directory: Path) -> Path:
     """Return the file of a directory without an index."""
-    found = sorted(directory.glob("*.safetensors"))
+    found = sorted({*directory.glob("*.safetensors")} - {directory / name for name in OTHERS})
     if (directory / ONE) in found:
         return directory / ONE
     if len(found) == 1:
@@ -141,7 +144,8 @@ def _find_file(directory: Path) -> Path:
             f'trust them, convert them: python -c "from transformers import AutoModelForCausalLM as M; '
             f"M.from_pretrained('{directory}').save_pretrained('{directory}')\""
         )
-    raise UserError(f"{directory} has no .safetensors files: there are no weights to import")
+    other = "".join(f" but {name}, whose tensors have other names" for name in OTHERS if (directory / name).exists())
+    raise UserError(f"{directory} has no .safetensors files{other}: download {ONE}, or {INDEX} and what it names")
 
 
 @functools.lru_cache(maxsize=4)  # one import asks several times, and tracing 48 layers takes seconds

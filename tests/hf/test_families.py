@@ -83,7 +83,9 @@ def test_what_transformers_writes_is_known():
         assert FAMILIES[hf["model_type"]].unknown_keys(hf) == []
     hf = FAMILIES["gemma2"].write(FAMILIES["gemma2"].read(MODELS["gemma2"] | dict(query_pre_attn_scalar=9)))
     assert type(hf["query_pre_attn_scalar"]) is int  # transformers wants no float
-    assert FAMILIES["llama"].unknown_keys(BODY | {"new": 1, "off": False, "none": None, "use_cache": True}) == ["new"]
+    assert FAMILIES["llama"].unknown_keys(
+        BODY | {"_model_name_or_path": "x", "new": 1, "off": False, "none": None, "use_cache": True}
+    ) == ["new"]
 
 
 THETA = {"rope_theta": 500.0}

@@ -31,6 +31,17 @@ def test_of_a_tensor_that_is_there_twice_the_index_chooses(tmp_path):
     assert found["a"].read() == [1.0]
 
 
+def test_one_file_goes_before_an_index_of_an_earlier_save(tmp_path):
+    """As in transformers 5.24; and the files of other formats are nobody's weights."""
+    save(tmp_path, {FIRST: {"a": np.zeros(1, np.float32)}, ONE: {"a": np.ones(1, np.float32)}}, {"a": FIRST})
+    with pytest.warns(UserWarning, match=f"{INDEX} is not read, because {ONE} is there"):
+        assert list_tensors(tmp_path)["a"].read() == [1.0]
+    (tmp_path / INDEX).unlink()
+    (tmp_path / ONE).rename(tmp_path / "mine.safetensors")
+    (tmp_path / FIRST).rename(tmp_path / "consolidated.safetensors")
+    assert list_tensors(tmp_path)["a"].read() == [1.0]
+
+
 def model(directory, **changed):
     """A GPT-2 of zeros, but for `changed`. Returns (what is stored, its family, its configuration)."""
     config = GPT2.read(CONFIG)
