@@ -29,6 +29,8 @@ LOG = logging.getLogger(__name__)
 LARGEST_FILE = 2**26  # bytes of a tokenizer.json. Gemma 3's, of 262,144 tokens, is half as large
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # GPT-2, Llama 3, Llama 2, Gemma
 
+MOST_GROWTH = 1024  # times as long as a text may become by the rules of a tokenizer.json. Known ones reach 16
+EMPTY = re.compile(r"[?*|^$(]|\\[bBAzZGK]|\{0|^$")  # in expressions that may match nothing, and so insert text anywhere
 LONG_TEXT = 2**14  # characters. Texts of at least this length are encoded word by word
 CONTEXT = 2**12  # characters around a piece of a text that decide its tokens
 MOST_WORDS = 2**19  # words kept with their ids: about 100 MB
@@ -388,10 +390,34 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             case {"jaxgpt": kind}:
                 raise UserError(f"kind of tokenizer {short(kind)} unknown or damaged: it must be char, byte or ids")
             case dict():
+                check_growth(values)
                 return BPETokenizer(raw.decode("utf-8-sig"))
         raise UserError(f"it holds {type(values).__name__}, not an object")
     except UserError as e:
         raise UserError(f"{path} cannot be used: {e}") from None
+
+
+def check_growth(parts: Mapping[str, Any]) -> None:
+    """Raise `UserError` if the rules of a tokenizer.json may turn a character into more than MOST_GROWTH.
+
+    Each rule may multiply a text, so a few of them fill the memory, and the library then ends the process.
+    """
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
+        growth, left = 1, [parts.get(name)]
+        while left:
+            rule = left.pop()
+            left += rule.values() if isinstance(rule, dict) else rule if isinstance(rule, list) else ()
+            match rule:
+                case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
+                    growth *= max(1, -(-len(new) // len(old)))
+                case {"type": "Replace", "pattern": {"Regex": str(old)}, "content": str(new)}:
+                    growth *= max(1, len(new) + bool(EMPTY.search(old)))
+                case {"type": "Replace", "content": str(new)}:
+                    growth *= 1 + len(new)
+                case {"type": "ByteLevel"}:
+                    growth *= 2
+        if growth > MOST_GROWTH:
+            raise UserError(f"its {name} may make a text {growth:.3g} times as long: at most {MOST_GROWTH:,} is safe")
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:

@@ -20,8 +20,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxgpt.config.validate import LARGEST_SIZE, check_count, short
-from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, IdTokenizer, Tokenizer
+from jaxgpt.data.tokenizer import (
+    WORDS,
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    IdTokenizer,
+    Tokenizer,
+    check_growth,
+)
 from jaxgpt.errors import UserError
+from jaxgpt.files import parse_json
 from jaxgpt.hf.source import list_byte_names, special_ids
 
 GGML = "tokenizer.ggml."
@@ -243,6 +252,7 @@ def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
     if not isinstance(text, str):
         raise UserError(f"{JSON} is {type(text).__name__}: it must be the text of a tokenizer.json")
     try:
+        check_growth(parse_json(text, "it"))
         tokenizer = BPETokenizer(text)
     except UserError as e:
         raise UserError(f"{JSON} cannot be used: {e}") from None

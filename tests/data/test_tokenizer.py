@@ -23,6 +23,7 @@ from jaxgpt.data.tokenizer import (
     train_bpe,
 )
 from jaxgpt.errors import UserError
+from jaxgpt.gguf.tokenizers import read_tokenizer, tokenizer_fields
 from tests.conftest import TEXT
 
 SPANISH = "En un lugar de la Mancha, ¿qué ñandú? — «sí», 🐎\n"
@@ -237,3 +238,35 @@ def test_a_tokenizer_of_other_words_reads_the_whole(bpe, monkeypatch):
         other = BPETokenizer(json.dumps(saved | change))
         assert not other.is_splittable
         assert other.encode(TEXT[:300]).tolist() == other._encode_whole(TEXT[:300]).ids
+
+
+GROW = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": {"type": "Sequence", "normalizers": [GROW] * 12}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [GROW] * 2}] * 3}},
+        {"normalizer": GROW | {"content": "a" * 2000}},
+        {"normalizer": {"type": "Sequence", "normalizers": [GROW | {"pattern": {"Regex": "x?"}, "content": "x"}] * 40}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 40}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTE_LEVEL] * 40}},
+        {"decoder": {"type": "Sequence", "decoders": [GROW] * 12}},
+    ],
+)
+def test_a_small_tokenizer_cannot_fill_the_memory(bpe, tmp_path, parts):
+    """A dozen rules of growth took 5.7 GB, and one more ended the process."""
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(bpe.to_json()) | parts))
+    with pytest.raises(UserError, match=r"tokenizer.json cannot be used: its \w+ may make a text .* times as long"):
+        load_tokenizer(path)
+    fields = tokenizer_fields(bpe, bpe.vocab_size, chat_template=None, ends=[])
+    with pytest.raises(UserError, match="times as long"):
+        read_tokenizer(fields | {"tokenizer.huggingface.json": path.read_text()})
+    spaces = GROW | {"pattern": {"Regex": " {2,}"}, "content": " "}  # as several models have
+    path.write_text(
+        json.dumps(json.loads(bpe.to_json()) | {"normalizer": {"type": "Sequence", "normalizers": [spaces] * 40}})
+    )
+    assert load_tokenizer(path).decode(load_tokenizer(path).encode("a    b")) == "a b"
