@@ -11,6 +11,7 @@ from jaxgpt.cli.commands import open_run
 from jaxgpt.cli.console import say
 from jaxgpt.config import MAX_NEW_TOKENS, Precision
 from jaxgpt.config.validate import Count, Size
+from jaxgpt.errors import UserError
 from jaxgpt.files import Result, read_json
 from jaxgpt.runs.directory import find_run
 from jaxgpt.sample import Sampling
@@ -43,7 +44,8 @@ def sample(
 
     Args:
         prompt: text to continue. An empty one means the end-of-text token or a newline
-        chat: treat the prompt as a user's turn and print only the assistant's reply
+        chat: treat the prompt as a user's turn and print only the assistant's reply. Without a prompt, standard input is
+            the turn
         max_new_tokens: tokens to generate
         num_samples: completions to generate
         sampling: how to draw the next token
@@ -58,6 +60,11 @@ def sample(
     """
     if draft:
         find_run(draft)  # before jax is imported
+    if chat and not prompt:
+        typed = b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
+        prompt = typed.decode(errors="surrogateescape").removesuffix("\n")
+        if not prompt.strip():
+            raise UserError("--chat has no prompt: give --prompt TEXT, or write the user's turn to standard input")
     model = open_run(run, average).for_decoding(weights)
     from jaxgpt.data.tokenizer import find_start_token
     from jaxgpt.run import load

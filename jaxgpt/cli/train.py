@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from jaxgpt.cli.console import report_errors, say
 from jaxgpt.cli.options import parse
 from jaxgpt.config import Experiment
-from jaxgpt.config.presets import CONTEXT_OF_WEIGHTS, EXPERIMENTS
+from jaxgpt.config.presets import CONTEXT_OF_WEIGHTS, EXPERIMENTS, quickstart
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError, shell_line
 from jaxgpt.files import open_file, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
@@ -94,10 +94,16 @@ def label_own_text(experiment: Experiment, run_dir: str | None) -> Experiment:
     path, name = experiment.data.path, experiment.name
     if path is None or name not in EXPERIMENTS:
         return experiment
-    from jaxgpt.data.corpus import find_user_files  # imports numpy, which help does without
+    from jaxgpt.data.conversations import find_validation_prompt  # imports numpy, which help does without
+    from jaxgpt.data.corpus import find_user_files
 
     prompt, preset = experiment.train.sample_prompt, EXPERIMENTS[name]()
-    if prompt == preset.train.sample_prompt and not experiment.data.is_packed and not path.endswith((".bin", ".json")):
+    if experiment.data.is_chat and prompt in ("", quickstart(chat=True).train.sample_prompt):
+        with contextlib.suppress(UserError, StopIteration):  # training reports it
+            prompt = find_validation_prompt(path, experiment.data.val_fraction)
+    elif (
+        prompt == preset.train.sample_prompt and not experiment.data.is_packed and not path.endswith((".bin", ".json"))
+    ):
         prompt = ""
         with contextlib.suppress(UserError):  # training reports it
             file = find_user_files(path)[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,12 @@ from jaxgpt.files import read_lines
 LONGEST_LINE = 2**24  # bytes
 SHAPE = 'needs {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
+CONVERSIONS = {  # of ShareGPT's and Alpaca's lines
+    "conversations": '[.conversations[] | {role: ({human: "user", gpt: "assistant"}[.from] // .from), content: .value}]',
+    "instruction": '[{role: "user", content: ([.instruction, .input] | map(select((. // "") != "")) | join("\\n\\n"))}, '
+    '{role: "assistant", content: .output}]',
+}
+
 
 def read_messages(path: str | Path) -> Iterator[tuple[str, list[Message], tuple[Tool, ...]]]:
     """Yield ("FILE:LINE", messages, tools) for the lines of a .jsonl file that are not blank.
@@ -36,7 +43,21 @@ def read_messages(path: str | Path) -> Iterator[tuple[str, list[Message], tuple[
         yield where, messages, check_tools(value.get("tools"), f"{where}: tools")
 
 
+def find_validation_prompt(path: str, val_fraction: float) -> str:
+    """Return what the user says first in the validation split of a file of conversations, or an empty text."""
+    count = sum(1 for _ in read_lines(path, LONGEST_LINE, "cut the conversation"))
+    lines = read_lines(path, LONGEST_LINE, "cut the conversation")
+    where, raw = next(itertools.islice(lines, int(count * (1.0 - val_fraction)), None))
+    messages = _messages(parse_json(raw, where), where)
+    return next((message["content"] for message in messages if message["role"] == "user"), "")
+
+
 def _messages(value: Any, where: str) -> list[Message]:
+    for name, conversion in CONVERSIONS.items():
+        if isinstance(value, dict) and name in value and "messages" not in value:
+            raise UserError(
+                f"{where}: got {name}, {SHAPE}. Convert it: jq -c '{{messages: {conversion}}}' OLD > NEW.jsonl"
+            )
     messages = value.get("messages") if isinstance(value, dict) else None
     if not isinstance(messages, list) or not messages:
         got = f"messages={short(messages)}" if isinstance(value, dict) and "messages" in value else short(value)

@@ -19,7 +19,7 @@ from jaxgpt.config import DataConfig, TrainConfig
 from jaxgpt.config.presets import CONTEXT_OF_WEIGHTS, finetune, quickstart
 from jaxgpt.data.tokenizer import CharTokenizer, fingerprint
 from tests.conftest import REPOSITORY
-from tests.helpers import edit_record, run_command
+from tests.helpers import chat_file, edit_record, run_command
 
 SMALL = """
     --model.n-layer 1 --model.n-head 2 --model.n-embd 8 --model.block-size 8 --optim.warmup-steps 1 --train.steps 2
@@ -73,6 +73,19 @@ def test_a_preset_on_the_users_text_takes_name_and_prompt_from_it(tmp_path):
         assert label_own_text(other, "runs/mine") == other
     gone = dataclasses.replace(own, data=DataConfig(path="nowhere.txt"))
     assert label_own_text(gone, None).train.sample_prompt == ""
+
+
+def test_a_preset_on_the_users_conversations_ends_with_an_answer_to_one_that_it_has_not_learnt(tmp_path):
+    path = chat_file(tmp_path)
+    for preset in (finetune(), quickstart(chat=True)):
+        own = dataclasses.replace(preset, data=DataConfig(path=str(path)))
+        assert (
+            label_own_text(own, None).train.sample_prompt == "36 and 0?"
+        )  # of 40, the 37th is the first of validation
+    chosen = dataclasses.replace(own, train=TrainConfig(sample_prompt="Why?"))
+    assert label_own_text(chosen, None).train == chosen.train
+    path.write_text("no conversation")
+    assert label_own_text(own, None).train.sample_prompt == "What is str.count?"
 
 
 def test_the_default_context_holds_the_longest_conversation(tmp_path):
