@@ -146,6 +146,10 @@ OPTIONS = [
     (["train", "--model.bias", "maybe"], "maybe"),
     (["sample", "--temprature", "1"], "--temperature"),
     (["sample", "runs/tiny", "--chat", "--prompt", "a"], "not in this tokenizer's"),
+    (
+        ["sample", "runs/tiny", "--chat"],
+        "--chat has no prompt: give --prompt TEXT, or write the user's turn to standard",
+    ),
     (["sample", "--weights", "int4"], "int4"),
     (["evaluate", "runs/tiny", "--data", "unknown.txt"], "'字' (U+5B57), '漢' (U+6F22)"),
     (["evaluate", "runs/tiny", "--stride", "9"], "stride=9: needs at least 1 and at most block_size=8"),
@@ -181,14 +185,14 @@ OPTIONS = [
     (["page", "runs/tiny", "--out", "t.txt"], "t.txt exists: name another with --out, or overwrite it"),
     (["replay", "runs/tiny", "--step", "0"], "--step 0: needs one of the steps of runs/tiny, 1 to"),
     (["audit", "runs/tiny", "--steps", "0"], "--steps=0: needs at least 1"),
-    (["import-hf", "models/good", "--run-dir", "runs/tiny"], "runs/tiny exists and is not empty"),
-    (["import-hf", "no such\nmodel", "--run-dir", "new"], r"no directory at no such\nmodel"),
+    (["import", "models/good", "--run-dir", "runs/tiny"], "runs/tiny exists and is not empty"),
+    (["import", "no such\nmodel", "--run-dir", "new"], r"no directory at no such\nmodel"),
     (["import", "nowhere.gguf", "--run-dir", "new"], "cannot read nowhere.gguf"),
     (["import", "m.gguf", "--run-dir", "new"], "m.gguf is not a GGUF file"),
     (["export", "runs/tiny", "--to", "gguf", "--out", "t.txt"], "t.txt exists: name another file with --out"),
     (["export", "runs/tiny", "--to", "gguf", "--out", "new", "--dtype", "q4_0"], "dtype='q4_0': needs one of float32"),
     (["export", "runs/tiny", "--to", "peft", "--out", "new"], "runs/tiny has no adapters (--lora.rank)"),
-    (["export-hf", "runs/tiny", "--out", "with a file"], "with a file exists and is not empty"),
+    (["export", "runs/tiny", "--to", "hf", "--out", "with a file"], "with a file exists and is not empty"),
     (
         ["scale", "quickstart", "--minutes", "9"],
         "an experiment's now: take python experiments/scaling_laws.py",
@@ -288,7 +292,12 @@ def table() -> list[tuple[list[str], dict, str]]:
         argv = ["train", *(word for pair in given.items() for word in pair)]
         rows += [([*argv, option, value], {}, name.rpartition(".")[2]) for value in values]
     rows += [(["sample", f"broken/{name}"], {}, said) for name, said in BROKEN.items()]
-    for verb in (["train", "--run-dir"], ["evaluate"], ["replay", "--step", "1"], ["export-hf", "--out", "new"]):
+    for verb in (
+        ["train", "--run-dir"],
+        ["evaluate"],
+        ["replay", "--step", "1"],
+        ["export", "--to", "hf", "--out", "new"],
+    ):
         rows += [([*verb, f"broken/{name}"], {}, BROKEN[name]) for name in ("half", "width", "pipe")]
     for verb in ("sample", "evaluate"):
         rows += [([verb, path], {}, said) for path, said in NO_RUN]
@@ -311,7 +320,7 @@ def table() -> list[tuple[list[str], dict, str]]:
     ]
     rows += [([*TRAIN, "--data.tokenizer", path], {}, said) for path, said in TOKENIZERS]
     rows += [(["train", path], {}, said) for path, said in EXPERIMENT_FILES]
-    rows += [(["import-hf", f"models/{name}", "--run-dir", "new"], {}, said) for name, said in MODELS]
+    rows += [(["import", f"models/{name}", "--run-dir", "new"], {}, said) for name, said in MODELS]
     rows += [([*TRAIN, *argv], {}, said) for argv, said in STARTS]
     rows += [([*TRAIN, "--train.init-from", f"models/{name}"], {}, said) for name, said in MODELS[::5]]
     rows += [([*SAMPLE, *argv], {}, said) for argv, said in SAMPLING]

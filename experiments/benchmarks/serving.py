@@ -4,7 +4,7 @@ Question:  tokens per second, seconds to the first token and between tokens, wit
            which streams completions of 64 tokens to prompts of 64, one after another.
 Command:   python experiments/benchmarks/serving.py      (needs pip install ".[serve,bench]" "transformers[serving]")
            --peer-python PYTHON: an interpreter with transformers, torch, fastapi and accelerate
-Method:    both serve one set of weights: transformers writes them, `jaxgpt import-hf` reads them. The tokenizer is made
+Method:    both serve one set of weights: transformers writes them, `jaxgpt import` reads them. The tokenizer is made
            here: almost every token is a space and up to four letters, so that a client counts tokens as words. Servers
            take turns, round by round, each alone in a fresh process; one pass at each number of clients warms up, then
            come the measured ones, whose prompts are all different. The table has medians of the rounds. A token arrives
@@ -225,7 +225,7 @@ def main() -> None:
         directory = Path(name)
         hf = str(directory / "hf")
         subprocess.run([options.peer_python, __file__, "--write-model", hf], check=True, timeout=600)
-        make_run = [sys.executable, "-m", "jaxgpt", "import-hf", hf, "--run-dir", str(directory / "run")]
+        make_run = [sys.executable, "-m", "jaxgpt", "import", hf, "--run-dir", str(directory / "run")]
         subprocess.run(make_run, check=True, timeout=600, stdout=subprocess.DEVNULL)
         rounds: dict[str, list[dict]] = {system: [] for system in options.system or SYSTEMS}
         for number in range(options.rounds):

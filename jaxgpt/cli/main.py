@@ -76,8 +76,6 @@ MOVED = {
     "track": "python experiments/track.py RUN --to tensorboard",
 }
 TRUST = "--trust-code"  # an option of all commands that read a run
-# Older names, with the words that they stand for.
-ALIASES = {"import-hf": ("import",), "export-hf": ("export", "--to", "hf")}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -96,7 +94,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def bind_command(name: str, *options: str) -> Callable[[], None]:
     """Return the command of that name with its options bound."""
-    name, *expanded = ALIASES.get(name, (name,))
     for word in (name, *(option.partition("=")[0] for option in options if option.startswith("--"))):
         if word in MOVED:
             raise UserError(f"{word} is an experiment's now: take {MOVED[word]}, in a clone of the repository")
@@ -104,7 +101,7 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
         raise UserError(
             f"unknown command {name!r}{suggest(name, COMMANDS)}. There are {', '.join(COMMANDS)}: see jaxgpt --help"
         )
-    command, arguments = COMMANDS[name], [*expanded, *options]
+    command, arguments = COMMANDS[name], list(options)
     if TRUST in arguments:
         arguments.remove(TRUST)
         trust_code()
@@ -139,7 +136,7 @@ usage: jaxgpt COMMAND [OPTIONS]
 
 {lines}
 
-`jaxgpt COMMAND --help` lists its options. import-hf and export-hf still work.
+`jaxgpt COMMAND --help` lists its options.
 `jaxgpt --version` prints the version.
 RUN is a run directory, by default the newest under runs/.
 --trust-code runs the code that a RUN brings for classes of its own.

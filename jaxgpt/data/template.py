@@ -330,7 +330,7 @@ def find_template(tokenizer: Tokenizer, directory: Path | None, *, is_own: bool 
     """
     values = {} if directory is None else _read_values(directory / "tokenizer_config.json")
     if directory is not None and (named := _find_sources(directory, values.get("chat_template"))):
-        source, tool_source = named.get("default"), named.get("tool_use", "")
+        source, tool_source = named.get("default", OPEN), named.get("tool_use", "")
         if not all(isinstance(x, str) and not any(m in x for m in MARKS) for x in (source, tool_source)):
             raise UserError(
                 f"the chat_template in {directory} is damaged: it must be a text, or a list with one named default"

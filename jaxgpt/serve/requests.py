@@ -409,7 +409,10 @@ class Served:
         most, known = self.block_size, self.run.tokenizer.vocab_size
         _need(len(ids) > 0, param, f"the {param} has no tokens: needs 1 to {most}")
         if len(ids) > most:  # clients look for OpenAI's words
-            message = f"This model's maximum context length is {most} tokens, and the {param} has {len(ids)}: cut it"
+            have = "messages have" if param == "messages" else f"{param} has"
+            message = (
+                f"This model's maximum context length is {most} tokens, and the {have} {len(ids)}: cut them to that"
+            )
             raise RequestError(message, param=param, code="context_length_exceeded")
         _need(max(ids) < known, param, f"the {param} has the id {max(ids)}: needs ids from 0 to {known - 1}")
         return tuple(ids)

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxgpt.config import Experiment
 from jaxgpt.data.conversations import find_end_of_turn
 from jaxgpt.data.template import ETX, ChatTemplate, Jinja, Turns, write_template
-from jaxgpt.data.tokenizer import fingerprint
+from jaxgpt.data.tokenizer import BPETokenizer, Tokenizer, fingerprint
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import is_there, read_json, render_json, write_whole
 from jaxgpt.gguf.file import FAMILIES, open_gguf, parse_dtype, to_gguf, write_gguf
@@ -302,7 +302,7 @@ def _model_card(run: Run, family: Family) -> str:
         seen = run.step * train.batch_size * experiment.model.block_size
         seconds = [line["seconds"] for line in read_metrics(run.directory / "metrics.jsonl") if line.get("seconds")]
         facts += [
-            f"- Text: {text}{size}{digest}; tokenizer `{Path(metadata.given.data.tokenizer).name}`.",
+            f"- Text: {text}{size}{digest}; tokenizer: {_describe_tokenizer(run.tokenizer)}.",
             f"- Training: step {run.step:,} of {train.steps:,}, {seen:,} tokens seen, {experiment.optim.name}, learning rate "
             f"{experiment.optim.learning_rate:g}.",
         ]
@@ -353,6 +353,13 @@ jaxgpt sample runs/imported --prompt "The "
 
 {origin}
 """
+
+
+def _describe_tokenizer(tokenizer: Tokenizer) -> str:
+    """Return how a tokenizer cuts texts, and into how many kinds of tokens."""
+    if isinstance(tokenizer, BPETokenizer):
+        return f"{tokenizer.parts()['model']['type']}, {tokenizer.vocab_size:,} tokens"
+    return f"{tokenizer.saved['jaxgpt']}, {tokenizer.vocab_size:,} tokens"
 
 
 def _hide_folders(*words: str) -> str:

@@ -92,7 +92,7 @@ def _read_record(directory: Path) -> None:
 
 
 def _read_model(path: Path) -> None:
-    """What import-hf makes of a config.json; every parameter of it has a row."""
+    """What import makes of a config.json; every parameter of it has a row."""
     hf = read_json(path, 2**24)
     family = get_family(hf if isinstance(hf, dict) else {})
     config = family.read(hf)

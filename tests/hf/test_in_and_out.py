@@ -182,6 +182,10 @@ def test_an_export_has_a_card_and_if_large_several_files_and_an_index(exported, 
     front = dict(line.split(": ") for line in card.split("---")[1].splitlines() if ": " in line and line[0] != "#")
     assert front == {"library_name": "transformers", "pipeline_tag": "text-generation"}
     facts = ["mancha.txt", run.metadata.data["train_sha256"], f"{run.val_loss:.4f} nats", "384 tokens seen", "adamw"]
+    kind = {"char": "tokenizer: char, ", "bpe": "tokenizer: BPE, "}[
+        "char" if run.tokenizer.end_of_text is None else "bpe"
+    ]
+    facts.append(f"{kind}{run.tokenizer.vocab_size} tokens")
     for said in (*facts, "2 layers of width 16", "4 heads of 6 (2 of keys and values)", "jaxgpt import DIR"):
         assert said in card, (said, card)
     assert str(run.directory.parent) not in card and str(tmp_path.parent) not in card
@@ -230,9 +234,9 @@ def test_the_command_line_goes_the_whole_way(exported, tmp_path):
     """Through the host's memory alone: here there is no such device."""
     _, out = exported
     command = functools.partial(check_command, "-m", "jaxgpt", cwd=tmp_path, JAX_PLATFORMS="cuda")
-    done = command("import-hf", str(out), "--run-dir", "run")
+    done = command("import", str(out), "--run-dir", "run")
     assert "qwen3: " in done.stdout, done.stderr
-    done = command("export-hf", "run", "--out", "out", "--dtype", "float16", "--json")
+    done = command("export", "run", "--to", "hf", "--out", "out", "--dtype", "float16", "--json")
     assert "model.safetensors" in json.loads(done.stdout)["files"]
     assert {t.kind for t in list_tensors(tmp_path / "out").values()} == {"F16"}
     done = command("export", "run", "--to", "gguf", "--out", "m.gguf", "--dtype", "bf16", "--json")
