@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -55,7 +54,7 @@ class Piece(NamedTuple):
 
     slot: int  # number of the request's slot
     tokens: list[int]  # ids
-    # log-probability of each token, in nats, before temperature and filters. nan if a grammar put it in another's place, empty unless requested
+    # log-probability of each token, in nats, before temperature and filters. Empty unless requested
     logprobs: list[float]
     top: list[list[tuple[int, float]]]  # the most probable (id, logprob) in each token's place, best first
     finish: str | None  # "stop" if a stop token was drawn, "length" if no token is left, None if unfinished
@@ -139,22 +138,22 @@ class Engine:
         """Return how many tokens of the last prompt in a slot were not read again."""
         return self._cached[slot]
 
-    def warm_up(self) -> None:
-        """Compile all that requests can need."""
+    def warm_up(self, begin: Callable[[str], None] = lambda program: None) -> None:
+        """Compile all that requests can need. begin: is called with the name of each program, before that is compiled."""
         assert self.is_idle, "requests are running"
         prompt = [0] * min(chunk_size(self.model) + 1, self.model.config.block_size)
         for size in [*self._sizes, 1]:  # the last restores the chunk of the first, and gives up rows
+            begin(f"the decoding of {size} rows" if size > 1 else "the decoding of one row")
             for number in range(size):
                 self.submit(Request(prompt=[0] if number else prompt, key=jax.random.key(0), max_new_tokens=1))
             self.finish_reading()
             self.decode(1)
-            self._state = programs.release(programs.replace_last(self._state, np.int32(0), np.int32(0)), np.int32(0))
+            self._state = programs.release(self._state, np.int32(0))
 
     def submit(self, request: Request) -> int:
         """Put a request into the first free slot and return the slot. `step` reads the prompt.
 
-        Raises `UserError` for a prompt that the model cannot read, for too many stop tokens, and for a grammar that no
-        completion of the request can match.
+        Raises `UserError` for a prompt that the model cannot read, and for too many stop tokens.
         """
         check_prompt(self.model, request.prompt)
         if len(request.stop_tokens) > self.max_stops:
@@ -163,10 +162,7 @@ class Engine:
         left = request.max_new_tokens
         if not self.slides:
             left = min(left, self.model.config.block_size + 1 - len(request.prompt))
-        constraint = None
-        if request.grammar is not None:
-            request.grammar.check_room(left)
-            constraint = request.grammar.start()
+        constraint = None if request.grammar is None else request.grammar.start()
         slot = self._slots.index(None)
         found = self._slots[slot] = _Slot(slot, request, list(request.prompt), left, constraint=constraint)
         self._cached[slot] = 0
@@ -224,13 +220,15 @@ class Engine:
             drawn = drawn.replace(top=None)  # which stays on the device
         drawn, pieces, block_size = jax.device_get(drawn), [], self.model.config.block_size
         for row, found in running:
-            count, is_replaced = int(drawn.count_B[row]), False
+            count = int(drawn.count_B[row])
             tokens, logprobs, top = drawn.tokens_BN[row, :count].tolist(), [], []
             found.left -= count
             finish = "stop" if drawn.stopped_B[row] else "length" if found.left == 0 else None
             if found.constraint is not None and tokens:
-                tokens, finish = self._follow(found, row, tokens[0], finish)
-                is_replaced, count = tokens != drawn.tokens_BN[row, :1].tolist(), len(tokens)
+                found.constraint.push(tokens[0])
+                if found.constraint.is_complete:
+                    finish = "length" if found.constraint.error else "stop"
+                    self._state = programs.release(self._state, np.int32(row))
             found.tokens += tokens
             if finish:
                 self._slots[found.number] = self._rows[row] = None
@@ -240,23 +238,12 @@ class Engine:
                 self._waiting.append(found)
                 self._rows[row] = None
             if drawn.top is not None and (wanted := found.request.top_logprobs) is not None:
-                logprobs = [math.nan] * count if is_replaced else drawn.top.logprobs_BN[row, :count].tolist()
+                logprobs = drawn.top.logprobs_BN[row, :count].tolist()
                 ids, best = drawn.top.ids_BNA[row, :count, :wanted], drawn.top.logprobs_BNA[row, :count, :wanted]
                 top = [list(zip(i.tolist(), p.tolist(), strict=True)) for i, p in zip(ids, best, strict=True)]
             if tokens or finish:
                 pieces.append(Piece(found.number, tokens, logprobs, top, finish))
         return pieces
-
-    def _follow(self, found: _Slot, row: int, token: int, finish: str | None) -> tuple[list[int], str | None]:
-        """Let a row's constraint take the token that was drawn. Return the tokens that count, and how it has finished."""
-        assert found.constraint is not None
-        kept = found.constraint.push(token, found.left)
-        if kept is not None and kept != token:
-            self._state = programs.replace_last(self._state, np.int32(row), np.int32(kept))
-        if kept is None or found.constraint.is_complete:
-            finish = "length" if found.constraint.error else "stop"
-            self._state = programs.release(self._state, np.int32(row))
-        return [] if kept is None else [kept], finish
 
     def _read_chunk(self) -> None:
         """Read the next chunk of the first prompt that waits. After the last one, let its slot decode."""

@@ -21,28 +21,20 @@ from jaxgpt.errors import UserError, first_line
 END = "<|end of the grammar|>"  # a token that no model has: where a mask allows it, the completion may end
 # One space or none, as in compact JSON and in Python's: else a weak model writes spaces to the end.
 JSON = {"whitespace_pattern": "[ ]?"}
-LONGEST = 4096  # tokens of a shortest completion that are looked for
-NEAR = 64  # tokens before the end of a completion at which it is first seen to that it can still be completed
+LONGEST = 2**16  # characters of a grammar. The time to compile one may grow with the square: here it is seconds
+PROBED = 4  # tokens by which an expression that grows without bounds is found out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grammar:
-    """What a completion must match, for one tokenizer."""
+    """What a completion must match, compiled for one tokenizer."""
 
-    words: Any  # llguidance's tokenizer
-    text: str  # the grammar in llguidance's format
+    matcher: Any  # llguidance's, before the first token
     vocab_size: int  # number of tokens
-    closers: dict[str, int]  # tokens that end a text of JSON early, in the order in which they are tried
-    least: int | None = None  # tokens of a short completion. None if none was found
 
     def start(self) -> Constraint:
-        """Return the state of a completion without tokens."""
-        return Constraint(self)
-
-    def check_room(self, most: int, name: str = "the grammar") -> None:
-        """Raise `UserError` if a completion of `most` tokens is too short for it."""
-        if self.least is not None and self.least > most:
-            raise UserError(f"{name} needs {self.least} tokens, and there is room for {most}: shorten it or the prompt")
+        """Return the state of a completion without tokens. It is a copy, which takes microseconds."""
+        return Constraint(self.matcher.deep_copy(), self.vocab_size)
 
 
 def compile_grammar(
@@ -84,18 +76,45 @@ def compile_grammar(
     else:
         if not isinstance(schema, dict):
             raise UserError(f"schema={short(schema)}: needs an object")
+        check_integers(schema, "schema")
         try:
             text = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON)  # type: ignore[arg-type]
         except (ValueError, TypeError) as e:
             raise UserError(f"schema={short(schema)} is not JSON: {first_line(e)[:200]}") from None
-    found = Grammar(words=words, text=text, vocab_size=tokenizer.vocab_size, closers=_find_closers(tokenizer))
-    start = found.start()
-    if not start.error and not start.can_begin():
+    if len(text) > LONGEST:
+        raise UserError(f"{name} has {len(text):,} characters as a grammar: needs at most {LONGEST:,}")
+    matcher = LLMatcher(words, text, log_level=0)
+    found, start = Grammar(matcher=matcher, vocab_size=tokenizer.vocab_size), Constraint(matcher, tokenizer.vocab_size)
+    if not (start.error or start.allowed() or matcher.is_accepting()):  # the copies keep this first mask
         raise UserError(f"{name} cannot be followed: this tokenizer has no token with which it could begin")
-    path = None if start.error else start.find_end(LONGEST)
-    if start.error:  # also an expression that grows too large with the first tokens
-        raise UserError(f"{name} cannot be followed: {' '.join(start.error.partition('<state>')[0].split())[:200]}")
-    return dataclasses.replace(found, least=None if path is None else len(path))
+    start = found.start()
+    for _ in range(PROBED):
+        if start.is_complete or not (allowed := start.allowed()):
+            break
+        start.push(allowed[0])
+    if start.error:
+        reason = " ".join(start.error.partition("<state>")[0].split())
+        reason = "the branches of a oneOf overlap: write anyOf" if reason.startswith("oneOf") else reason
+        raise UserError(f"{name} cannot be followed: {reason[:200]}")
+    return found
+
+
+def check_integers(schema: Any, name: str, at: str = "") -> None:
+    """Raise `UserError` for an integer in a schema that llguidance, which computes with float64, replaces by a wrong one.
+
+    A bound that becomes narrower, as 2^64 - 1 does, is right. at: the keyword that the value belongs to.
+    """
+    if isinstance(schema, dict | list):
+        pairs = schema.items() if isinstance(schema, dict) else [(at, value) for value in schema]
+        for key, value in pairs:
+            check_integers(value, name, at if at in ("const", "enum") else key)
+    elif type(schema) is int and abs(schema) >= 2**53:
+        step = {"exclusiveMinimum": 1, "exclusiveMaximum": -1}.get(at, 0)
+        read, wanted = int(float(max(-(2**64), min(schema, 2**64))) + step), schema + step
+        read = max(-(2**63), min(read, 2**63 - 1))
+        is_lower, is_upper = at in ("minimum", "exclusiveMinimum"), at in ("maximum", "exclusiveMaximum")
+        if (is_lower and read < wanted) or (is_upper and read > wanted) or (at in ("const", "enum") and read != wanted):
+            raise UserError(f"{name} has {at} {short(schema)}, to be read as {read}: needs integers below 2^53")
 
 
 @functools.lru_cache(maxsize=4)
@@ -136,26 +155,12 @@ class _Words:
         return ids
 
 
-def _find_closers(tokenizer: Tokenizer) -> dict[str, int]:
-    found = dict[str, int]()
-    for text in '"}]0,:':
-        try:
-            ids = tokenizer.encode(text)
-        except UserError:  # not one of its characters
-            continue
-        found |= {text: int(ids[0])} if len(ids) == 1 else {}
-    return found
-
-
 class Constraint:
     """What one completion has matched so far."""
 
-    def __init__(self, grammar: Grammar):
-        """Start with no tokens."""
-        from llguidance import LLMatcher
-
-        self._grammar, self._matcher = grammar, LLMatcher(grammar.words, grammar.text, log_level=0)
-        self._end: list[int] | None = None  # tokens that would complete it now, if they are known
+    def __init__(self, matcher: Any, vocab_size: int):
+        """Start with what llguidance's matcher has matched. vocab_size: number of tokens."""
+        self._matcher, self._vocab_size = matcher, vocab_size
 
     @property
     def error(self) -> str:
@@ -167,13 +172,14 @@ class Constraint:
         """Return whether nothing can follow."""
         return self._matcher.is_stopped()
 
-    def can_begin(self) -> bool:
-        """Return whether any token may be next, or none is needed."""
-        return bool(self._allowed().size) or self._matcher.is_accepting()
+    def allowed(self) -> list[int]:
+        """Return the tokens that may be next."""
+        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+        return np.flatnonzero(bits[: self._vocab_size]).tolist()
 
     def fill(self, allowed_W: np.ndarray, ends: Sequence[int]) -> None:
         """Write the mask of the next token, bits of uint32. ends: ids that end the completion."""
-        bits, last = bytearray(self._matcher.compute_bitmask()), self._grammar.vocab_size
+        bits, last = bytearray(self._matcher.compute_bitmask()), self._vocab_size
         if bits[last // 8] >> last % 8 & 1:
             bits[last // 8] ^= 1 << last % 8
             for i in ends:
@@ -182,55 +188,6 @@ class Constraint:
         allowed_W[: len(words)] = words
         allowed_W[len(words) :] = 0
 
-    def push(self, token: int, left: int) -> int | None:
-        """Take a token that was drawn, and return it, or another that takes its place, or None to end before it.
-
-        left: tokens that may follow. Near the end, a token after which no completion would fit is not taken.
-        """
-        least = self._grammar.least
-        if least is None or left > NEAR + 4 * least:
-            self._end = None
-            self._matcher.consume_token(token)
-            return token
-        end = self._end if self._end is not None else self.find_end(left + 1)
+    def push(self, token: int) -> None:
+        """Take the next token."""
         self._matcher.consume_token(token)
-        self._end = end[1:] if end and end[0] == token else self.find_end(left)
-        if self._end is None and end is not None:
-            self._matcher.rollback(1)
-            self._end = end[1:]
-            if not end:
-                return None
-            token = end[0]
-            self._matcher.consume_token(token)
-        return token
-
-    def find_end(self, most: int) -> list[int] | None:
-        """Return few tokens, at most `most`, that complete the text. None if none are found by trying the plainest."""
-        path, is_found = list[int](), True
-        while is_found and not self._matcher.is_accepting():
-            new = self._matcher.compute_ff_tokens() or self._try_closers(path) or self._lead_on(path)
-            done = self._matcher.try_consume_tokens(new) if 0 < len(new) <= most - len(path) else 0
-            path += new[:done]
-            is_found = 0 < done == len(new)
-        self._matcher.rollback(len(path))
-        return path if is_found else None
-
-    def _try_closers(self, path: list[int]) -> list[int]:
-        """Return one token that ends something, as a list. It is empty if there is none, or if it would be a second digit."""
-        tried = self._grammar.closers.items()
-        name, token = next(((name, i) for name, i in tried if self._matcher.validate_tokens([i])), ("", -1))
-        return [] if not name or (name == "0" and path[-1:] == [token]) else [token]
-
-    def _lead_on(self, path: list[int]) -> list[int]:
-        """Return a token that may come now and could not come before, where others may only repeat. Else return any."""
-        allowed, before = self._allowed(), np.arange(0)
-        if path:
-            self._matcher.rollback(1)
-            before = self._allowed()
-            self._matcher.consume_token(path[-1])
-        new = [*np.setdiff1d(allowed, before).tolist(), *allowed.tolist()]
-        return next(([i] for i in new if self._grammar.words.decode_str([i]).strip()), [])
-
-    def _allowed(self) -> np.ndarray:
-        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
-        return np.flatnonzero(bits[: self._grammar.vocab_size])

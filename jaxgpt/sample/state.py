@@ -264,14 +264,6 @@ def release(state: DecodeState, slot: jax.Array) -> DecodeState:
     return state.replace(rows=state.rows.replace(left_B=state.rows.left_B.at[slot].set(0)))
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def replace_last(state: DecodeState, slot: jax.Array, token: jax.Array) -> DecodeState:
-    """Replace the token that a slot has drawn last, and that has not been read yet, by another."""
-    rows = state.rows
-    seen_BV = rows.seen_BV.at[slot, rows.token_B[slot]].add(-2).at[slot, token].add(2)
-    return state.replace(rows=rows.replace(token_B=rows.token_B.at[slot].set(token), seen_BV=seen_BV))
-
-
 @functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
 def decode(
     model: GPT,

@@ -19,7 +19,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json
 from jaxgpt.run import Run
 from jaxgpt.sample import Sampling
-from jaxgpt.sample.grammar import JSON, Grammar, compile_grammar
+from jaxgpt.sample.grammar import JSON, Grammar, check_integers, compile_grammar
 from jaxgpt.sample.state import MAX_TOP, check_ids
 
 # These parameters change nothing here, and clients send them unasked.
@@ -328,12 +328,10 @@ class Served:
         param, grammar = p.compile_grammar(self.run.tokenizer)
         if offer is not None and (calls := offer.grammar(JSON)):
             _need(grammar is None, param, f"{param} and tool_choice: needs one of them")
-            with _naming(param := "tools"):
+            with _naming("tools"):
+                for tool in offer.required:
+                    check_integers(tool["function"].get("parameters"), tool["function"]["name"])
                 grammar = compile_grammar(self.run.tokenizer, calls=calls)
-        if grammar is not None:
-            longest = max(len(ids) for _, ids in prompts)
-            with _naming(param):
-                grammar.check_room(min(length, self.block_size + 1 - longest), param)
         seed = secrets.randbits(32) if p.seed is None else p.seed
         rows, earlier = [], collections.Counter[object]()
         for text, ids in prompts:
