@@ -161,6 +161,7 @@ def _one_line(framed: str, prog: str) -> str:
     words = [re.sub(r"^[│\s]+|[│\s]+$", "", line) for line in framed.splitlines() if not re.match(r"^[╭╰]", line)]
     text = " ".join(w for w in words if w and not set(w) <= set("─"))
     text = re.split(r"For full helptext|Argument helptext:", text)[0].strip()
+    text = re.sub(r"^Unrecognized options: (?!-|.*, -)(.*)", r"give one at a time: got \1 as well", text)
     text = re.sub(r"Perhaps you meant: (--[\w.-]+).*", r"Did you mean \1?", text)
     text = re.sub(r"^Error parsing (\S+): ", lambda m: "" if not m[1].startswith("-") else f"{m[1]}: ", text)
     return f"{text if text.endswith('?') else text.rstrip('.') + '.'} See {prog} --help"

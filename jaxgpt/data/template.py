@@ -68,13 +68,13 @@ def check_message(message: Any, where: str) -> Message:
     role, content = (message.get(name) for name in ("role", "content")) if isinstance(message, dict) else (None, None)
     role = "system" if role == "developer" else role
     calls = message.get("tool_calls") if role == "assistant" else None
-    if not isinstance(role, str) or role not in ROLES or ("content" not in message and not calls):
+    if role not in ROLES or ("content" not in message and not calls):
         raise UserError(f"{where} is {short(message)}: give a role, {', '.join(ROLES)}, and a content")
     if isinstance(content, list):
-        parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+        parts = [part for part in content if isinstance(part, dict) and part.get("type") in ("text", "refusal")]
+        texts = [text for part in parts if isinstance(text := part.get(part["type"]), str)]
         content = "".join(texts) if len(texts) == len(content) else content
-    content = "" if content is None and calls else content
+    content = message.get("refusal") or "" if content is None and role == "assistant" else content
     if not isinstance(content, str):
         raise UserError(f"{where} has the content {short(content)}: give a text")
     ignored = {"role", "content", "name", "tool_call_id", *(message if role == "assistant" else ())} - {"function_call"}
