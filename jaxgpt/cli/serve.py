@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import ipaddress
 import os
-from typing import Annotated
+import re
+from typing import Annotated, Literal
 
 from jaxgpt.cli.commands import open_run
 from jaxgpt.cli.console import say
@@ -36,6 +37,7 @@ def serve(
     any_model: bool = False,
     timeout: PositiveFloat = 300.0,
     log_prompts: bool = False,
+    log_format: Literal["text", "json"] = "text",
 ) -> None:
     """Serve a run: OpenAI's interface, and a page.
 
@@ -55,6 +57,7 @@ def serve(
         any_model: answer requests for any model, for programs that ask for one of OpenAI's
         timeout: seconds after which a request ends
         log_prompts: print prompts and completions on stderr
+        log_format: form of the lines on stderr, of which each request has one, without its texts
     """
     key = _read_key(api_key_file)
     if key is None and not no_key and not _is_this_machine(host):
@@ -67,11 +70,10 @@ def serve(
     loaded = open_run(run, average).for_decoding(weights)
     from jaxgpt.serve import server
 
-    listener = server.bind(host, port)
-    app = server.make_server(
+    listener, log = server.bind(host, port), server.make_log(say, log_format)
+    app, compile_all = server.make_server(
         loaded,
         slots=slots,
-        say=say,
         key=key,
         hosts=allowed_host,
         origins=allowed_origin,
@@ -81,22 +83,17 @@ def serve(
         prefix_bytes=prefix_cache_mb * 10**6,
         timeout=timeout,
         reproducible=reproducible,
-        log=say if log_prompts else None,
+        log_prompts=log_prompts,
+        log=log,
     )
-    server.serve(app, listener, say)
+    server.serve(app, compile_all, listener, log)
 
 
 def _read_key(path: str | None) -> str | None:
     """Return the key that clients must send, or None."""
-    if path is None:
-        key = os.environ.get(KEY)
-        where = KEY
-    else:
-        key, where = read_bytes(path, 4096).decode("utf-8", errors="replace").strip(), path
-    if key is None:
-        return None
-    if not (len(key) >= 16 and key.isascii() and key.isprintable() and " " not in key):
-        raise UserError(f"the key in {where} has {len(key)} characters: needs at least 16, printable ASCII, no spaces")
+    key = read_bytes(path, 4096).decode("utf-8", errors="replace").strip() if path else os.environ.get(KEY)
+    if key is not None and not re.fullmatch("[!-~]{16,}", key):
+        raise UserError(f"the key in {path or KEY} has {len(key)} characters: needs at least 16, ASCII without spaces")
     return key
 
 

@@ -48,7 +48,7 @@ def find_validation_prompt(path: str, val_fraction: float) -> str:
     count = sum(1 for _ in read_lines(path, LONGEST_LINE, "cut the conversation"))
     lines = read_lines(path, LONGEST_LINE, "cut the conversation")
     where, raw = next(itertools.islice(lines, int(count * (1.0 - val_fraction)), None))
-    messages = _messages(parse_json(raw, where), where)
+    messages = _messages(parse_line(raw, where), where)
     return next((message["content"] for message in messages if message["role"] == "user"), "")
 
 

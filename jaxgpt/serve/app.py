@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib import resources
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,18 +13,16 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from jaxgpt.data.tokenizer import find_start_token
 from jaxgpt.errors import UserError
 from jaxgpt.serve.requests import (
     ChatParameters,
     CompletionParameters,
-    DetokenizeParameters,
     RequestError,
     Served,
     TokenizeParameters,
     parse,
 )
-from jaxgpt.serve.responses import Answer, refuse, respond
+from jaxgpt.serve.responses import RETRY_AFTER, Answer, refuse, respond
 from jaxgpt.serve.scheduler import Scheduler
 from jaxgpt.tools.html_page import hash_source, read_asset
 
@@ -37,14 +34,10 @@ def make_app(served: Served, scheduler: Scheduler, log: Callable[[str], None] | 
 
     log: prints prompts and completions. None prints nothing. Threads read the bodies: 1 MiB may take seconds.
     """
-    run, tokenizer, is_chat = served.run, served.run.tokenizer, served.run.experiment.data.is_chat
+    run, is_chat = served.run, served.run.experiment.data.is_chat
     own = {"context": served.block_size, "chat": is_chat, "temperature": served.temperature, "slots": served.slots}
     own |= {"step": run.step, "chat_stop_token_ids": served.chat_stop_tokens if is_chat else None}
     described = {"object": "model", "created": 0, "owned_by": "jaxgpt", "jaxgpt": own}
-    # As lm-evaluation-harness asks for it.
-    info = {"tokenizer_class": type(tokenizer).__name__, "vocab_size": tokenizer.vocab_size, "pad_token": None}
-    info |= {"bos_token": tokenizer.decode(tokenizer.prefix[:1]) if tokenizer.prefix else None}
-    info |= {"eos_token": tokenizer.decode([find_start_token(tokenizer)[0]]), "model_max_length": served.block_size}
 
     def completes(kind: type[CompletionParameters] | type[ChatParameters]) -> Callable[[Request], Awaitable[Response]]:
         def plan(raw: bytes) -> Answer:
@@ -53,7 +46,7 @@ def make_app(served: Served, scheduler: Scheduler, log: Callable[[str], None] | 
             return Answer(served, p, served.plan(p))
 
         async def complete(request: Request) -> Response:
-            answer = await asyncio.to_thread(plan, await request.body())
+            request.state.answer = answer = await asyncio.to_thread(plan, await request.body())
             deltas = answer.deltas(scheduler.submit(answer.rows), scheduler, log)
             if answer.parameters.stream:
                 headers = {"cache-control": "no-cache"}
@@ -62,11 +55,9 @@ def make_app(served: Served, scheduler: Scheduler, log: Callable[[str], None] | 
 
         return complete
 
-    def converts(kind: type, work: Callable[[Any], dict[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
-        async def convert(request: Request) -> Response:
-            return await asyncio.to_thread(lambda raw: respond(work(parse(kind, raw))), await request.body())
-
-        return convert
+    async def tokenize(request: Request) -> Response:
+        raw = await request.body()
+        return respond(await asyncio.to_thread(lambda: served.tokenize(parse(TokenizeParameters, raw))))
 
     async def models(request: Request) -> Response:
         return respond({"object": "list", "data": [{"id": name, **described} for name in served.names]})
@@ -75,12 +66,9 @@ def make_app(served: Served, scheduler: Scheduler, log: Callable[[str], None] | 
         served.check_name(request.path_params["name"])
         return respond({"id": request.path_params["name"], **described})
 
-    async def tokenizer_info(request: Request) -> Response:
-        return respond(info)
-
     async def health(request: Request) -> Response:
-        has_failed = scheduler.failure is not None
-        return respond({"status": "failed" if has_failed else "ok"}, 503 if has_failed else 200)
+        status, later = scheduler.status, {"retry-after": RETRY_AFTER}
+        return respond({"status": status}) if status == "ok" else respond({"status": status}, 503, later)
 
     async def metrics(request: Request) -> Response:
         return PlainTextResponse(scheduler.metrics.render(), media_type="text/plain; version=0.0.4")
@@ -99,9 +87,7 @@ def make_app(served: Served, scheduler: Scheduler, log: Callable[[str], None] | 
         Route("/v1/models/{name:path}", model),
         Route("/v1/completions", completes(CompletionParameters), methods=["POST"]),
         Route("/v1/chat/completions", completes(ChatParameters), methods=["POST"]),
-        Route("/tokenize", converts(TokenizeParameters, served.tokenize), methods=["POST"]),
-        Route("/detokenize", converts(DetokenizeParameters, served.detokenize), methods=["POST"]),
-        Route("/tokenizer_info", tokenizer_info),
+        Route("/tokenize", tokenize, methods=["POST"]),
         Route("/health", health),
         Route("/metrics", metrics),
         Route("/", page),

@@ -6,7 +6,7 @@
 // POST /tokenize: the ids of a prompt as completions read it, or of a conversation as the template renders it.
 // POST /v1/completions: always streamed, with the ids as prompt and 20 alternatives; a conversation adds stop_token_ids.
 //   To continue from another token, it sends the ids before it, and the other one.
-// POST /detokenize: the text of an answer, for the next turn.
+//   The text of an answer, for the next turn, is the echo of its ids, without new tokens.
 
 const $ = (id) => document.getElementById(id);
 const DARKEST = 8; // bits
@@ -175,7 +175,7 @@ class Pane {
 
   // The text of the shown tokens: decoders treat the first ids of a text differently, so that of all ids less the prompt's.
   async answer(signal) {
-    const decode = async (tokens) => (await askJson("/detokenize", { model, tokens }, signal)).prompt;
+    const decode = async (prompt) => (await askJson("/v1/completions", { model, prompt, echo: true, max_tokens: 0 }, signal)).choices[0].text;
     return (await decode(this.ids())).slice((await decode(this.shown.prompt)).length);
   }
 

@@ -23,18 +23,13 @@ from jaxgpt.sample.grammar import JSON, Grammar, check_integers, compile_grammar
 from jaxgpt.sample.state import MAX_TOP, check_ids
 
 # These parameters change nothing here, and clients send them unasked.
-IGNORED = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "reasoning_effort", "verbosity")
-IGNORED += ("prompt_cache_key", "prompt_cache_retention", "safety_identifier")
-# Numbers by which clients ask for the default, as null does.
-DEFAULTS = {"top_k": (0, -1), "seed": (-1,)}
-# Unsupported parameters, with the values that are accepted because they ask for nothing.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "suffix": ("",),
-    "functions": ([],),
-    "function_call": ("none",),
-    "modalities": (["text"],),
-}
+IGNORED = ("user", "store", "metadata", "service_tier", "reasoning_effort", "verbosity")
+IGNORED += ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "prediction")
+# Values by which clients ask for nothing, as null does: of our parameters, and of OpenAI's and vLLM's that are refused.
+NEUTRAL: dict[str, tuple[Any, ...]] = {"top_k": (0, -1), "seed": (-1,), "logprobs": (False,)}
+NEUTRAL |= {"suffix": ("",), "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],)}
+NEUTRAL |= {"best_of": (1,), "min_tokens": (0,), "add_generation_prompt": (True,), "continue_final_message": (False,)}
+STREAM_OPTIONS = ("include_usage", "include_obfuscation")  # the second pads events, against who measures their lengths
 # The fields of `Sampling` in a request. A temperature of 0 is greedy.
 FILTERS = {name: hint for name, hint in field_hints(Sampling).items() if name != "greedy"}
 GRAMMARS = {"json": "schema", "regex": "regex", "choice": "choices"}  # vLLM's names, and ours
@@ -67,8 +62,9 @@ class Parameters:
     model: str | None = None
     n: Annotated[int, Interval(ge=1)] = 1
     seed: Annotated[int, Interval(ge=0, le=2**32 - 1)] | None = None
-    stop: str | tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()  # in a request, one string will do
     stop_token_ids: tuple[int, ...] = ()  # further stop tokens, in addition to the model's own
+    parallel_tool_calls: bool = True  # False means one call of a tool at most
     ignore_eos: bool = False  # the model's own do not end the completion
     stream: bool = False
     stream_options: dict | None = None
@@ -80,16 +76,6 @@ class Parameters:
     guided_choice: tuple[str, ...] | None = None
     structured_outputs: dict | None = None
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Return the stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else self.stop
-
-    @property
-    def include_usage(self) -> bool:
-        """Return whether a stream ends with the usage."""
-        return bool((self.stream_options or {}).get("include_usage"))
-
     def compile_grammar(self, tokenizer: Tokenizer) -> tuple[str, Grammar | None]:
         """Return what the completion must match, and the parameter that says so, or None for any text.
 
@@ -100,14 +86,16 @@ class Parameters:
         match self.response_format:
             case None | {"type": "text"}:
                 pass
-            case {"type": "json_object", "schema": schema} | {"type": "json_schema", "json_schema": {"schema": schema}}:
+            case {"type": "json_schema", "json_schema": {"schema": schema}}:
                 given["response_format"] = "schema", schema
-            case {"type": "json_object"}:
-                given["response_format"] = "schema", {"type": "object"}
+            case {"type": "json_object", **more}:
+                schema = more.get("schema")
+                given["response_format"] = "schema", {"type": "object"} if schema is None else schema
             case other:
                 needed = 'needs the type text, json_object, or json_schema with {"json_schema": {"schema": ...}}'
                 raise RequestError(f"response_format={short(other)}: {needed}", param="response_format")
-        if (asked := self.structured_outputs) is not None:
+        if self.structured_outputs is not None:
+            asked = {kind: value for kind, value in self.structured_outputs.items() if value is not None}
             message = f"structured_outputs={short(asked)}: needs one of {', '.join(GRAMMARS)}"
             _need(len(asked) == 1 and asked.keys() <= GRAMMARS.keys(), "structured_outputs", message)
             ((kind, value),) = asked.items()
@@ -129,15 +117,9 @@ class CompletionParameters(Parameters):
     """Parameters of `/v1/completions`."""
 
     prompt: Any = None
-    best_of: Annotated[int, Interval(ge=1)] | None = None  # completions, of which the n most probable are returned
     max_tokens: Annotated[int, Interval(ge=0)] = 16
     echo: bool = False
     logprobs: Annotated[int, Interval(ge=0, le=MAX_TOP)] | None = None
-
-    @property
-    def each(self) -> int:
-        """Return the number of completions that are generated for each prompt."""
-        return self.n if self.best_of in (None, 1) else self.best_of  # 1 is OpenAI's default
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -178,14 +160,6 @@ class TokenizeParameters:
     return_token_strs: bool = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DetokenizeParameters:
-    """Parameters of `/detokenize`."""
-
-    model: str | None = None
-    tokens: tuple[int, ...] | None = None
-
-
 def parse(kind: type[Fields], raw: bytes, temperature: float = 1.0) -> Fields:
     """Return the parameters in a body, as a dataclass of that kind. null means the default.
 
@@ -202,17 +176,18 @@ def parse(kind: type[Fields], raw: bytes, temperature: float = 1.0) -> Fields:
     filters = FILTERS if hints.pop("sampling", None) else {}
     hints |= filters
     for name, value in body.items():
-        if name in IGNORED or value is None or (type(value) is int and value in DEFAULTS.get(name, ())):
+        neutral = NEUTRAL.get(name, ()) + ((body.get("n"),) if name == "best_of" else ())
+        is_neutral = any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral)
+        if value is None or name in IGNORED or is_neutral:
             continue
-        if name in UNSUPPORTED and name not in hints:
-            if any(value == neutral and type(value) in (type(neutral), float) for neutral in UNSUPPORTED[name]):
-                continue
+        if neutral and name not in hints:
             raise RequestError(f"{name} is not supported: leave it out", param=name, code="unsupported_parameter")
         if name not in hints:
             message = f"unknown parameter {short(name)}{suggest(name, hints)}: see the documentation for all"
             raise RequestError(message, param=name[:80], code="unknown_parameter")
         with _naming(name):
             value = _read_biases(value) if name == "logit_bias" else value
+            value = (value,) if name == "stop" and isinstance(value, str) else value
             value = tuple(value) if isinstance(value, list) and hints[name] is not Any else value
             given[name] = value if hints[name] is Any else check_value(name, value, hints[name])
     if filters:
@@ -289,26 +264,25 @@ class Served:
         """
         self.check_name(p.model)
         _need(p.n <= self.slots, "n", f"n={short(p.n)}: this server has {self.slots} slots, needs at most as many")
-        _need(len(p.stops) <= MAX_STOPS, "stop", f"stop has {len(p.stops)} strings: needs at most {MAX_STOPS}")
-        is_right = all(1 <= len(stop) <= LONGEST_STOP for stop in p.stops)
+        _need(len(p.stop) <= MAX_STOPS, "stop", f"stop has {len(p.stop)} strings: needs at most {MAX_STOPS}")
+        is_right = all(1 <= len(stop) <= LONGEST_STOP for stop in p.stop)
         _need(is_right, "stop", f"stop={short(p.stop)}: needs strings of 1 to {LONGEST_STOP} characters")
         options, name = p.stream_options or {}, "stream_options"
         _need(p.stream or p.stream_options is None, name, f"{name} is for streams: needs stream=true")
-        is_known = options.keys() <= {"include_usage", "continuous_usage_stats"}
-        is_known &= {*map(type, options.values())} <= {bool}
-        _need(is_known, name, f"{name}={short(options)}: needs include_usage, continuous_usage_stats, true or false")
+        is_known = options.keys() <= {*STREAM_OPTIONS} and {*map(type, options.values())} <= {bool, type(None)}
+        _need(is_known, name, f"{name}={short(options)}: needs {' or '.join(STREAM_OPTIONS)}, true or false")
         many = f"stop_token_ids has {len(p.stop_token_ids)} ids: needs at most {MAX_STOP_TOKENS}"
         _need(len(p.stop_token_ids) <= MAX_STOP_TOKENS, "stop_token_ids", many)
         for name, ids in (("stop_token_ids", p.stop_token_ids), ("logit_bias", [i for i, _ in p.sampling.logit_bias])):
             with _naming(name):
                 check_ids(self.run.model, ids, name)
-        best_of, offer = p.n, None
+        offer = None
         if isinstance(p, ChatParameters):
             with _naming("tools"):
                 tools = check_tools(p.tools, "tools")
             with _naming("tool_choice"):
                 offer = offer_tools(tools, p.tool_choice, self.run.prompt_format.template.write)
-            is_right = p.top_logprobs is None or p.logprobs
+            is_right = not p.top_logprobs or p.logprobs
             _need(is_right, "top_logprobs", f"top_logprobs={p.top_logprobs}: needs logprobs=true")
             prompts = [(None, self.encode_messages(p.messages, offer))]
             length = p.max_completion_tokens or p.max_tokens or self.block_size
@@ -316,15 +290,11 @@ class Served:
             top, is_scored = (p.top_logprobs or 0) if p.logprobs else None, False
         else:
             _need(p.max_tokens > 0 or p.echo, "max_tokens", "max_tokens=0: needs at least 1, or echo=true")
-            best_of, count, name = p.each, len(p.prompts), "best_of"
-            _need(p.n <= best_of <= self.slots, name, f"{name}={best_of}: needs n={p.n} to {self.slots}, the slots")
-            _need(not p.stream or best_of == p.n, name, f"{name}={best_of}: needs n={p.n} in a stream")
-            many = f"{count} prompts with {best_of} completions each are {count * best_of}: needs at most {self.queue}"
-            _need(count * best_of <= self.queue, "prompt", many)
+            count = len(p.prompts) * p.n
+            _need(count <= self.queue, "prompt", f"the prompts ask for {count} completions: needs at most {self.queue}")
             prompts = [(prompt if isinstance(prompt, str) else None, self.encode(prompt)) for prompt in p.prompts]
             length, own = p.max_tokens, self.stop_tokens
             top, is_scored = p.logprobs, p.echo and p.logprobs is not None
-            top = 0 if top is None and best_of > p.n else top  # the completions are compared by them
         param, grammar = p.compile_grammar(self.run.tokenizer)
         if offer is not None and (calls := offer.grammar(JSON)):
             _need(grammar is None, param, f"{param} and tool_choice: needs one of them")
@@ -335,7 +305,7 @@ class Served:
         seed = secrets.randbits(32) if p.seed is None else p.seed
         rows, earlier = [], collections.Counter[object]()
         for text, ids in prompts:
-            for _ in range(best_of):
+            for _ in range(p.n):
                 row = Row(
                     index=len(rows),
                     prompt=ids,
@@ -393,15 +363,6 @@ class Served:
             ids = [*tokenizer.prefix, *ids] if p.add_special_tokens else ids
         texts = [self.text_of(i) for i in ids] if p.return_token_strs else None
         return {"count": len(ids), "max_model_len": self.block_size, "tokens": ids, "token_strs": texts}
-
-    def detokenize(self, p: DetokenizeParameters) -> dict[str, Any]:
-        """Return the response with the text of ids. Raises `RequestError` for ids that the tokenizer lacks."""
-        if p.tokens is None:
-            raise RequestError("tokens is missing: needs a list of token ids", param="tokens")
-        known = self.run.tokenizer.vocab_size
-        bad = [i for i in p.tokens if not 0 <= i < known]
-        _need(not bad, "tokens", f"tokens has {short(bad[:1])}: needs ids from 0 to {known - 1}")
-        return {"prompt": self.run.tokenizer.decode(p.tokens)}
 
     def _check_ids(self, ids: Sequence[int], param: str) -> tuple[int, ...]:
         most, known = self.block_size, self.run.tokenizer.vocab_size

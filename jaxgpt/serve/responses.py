@@ -20,7 +20,7 @@ from jaxgpt.serve.requests import ChatParameters, CompletionParameters, RequestE
 from jaxgpt.serve.scheduler import Scheduler, Update
 
 DONE = b"data: [DONE]\n\n"
-RETRY_AFTER = "1"  # seconds, after which a client may try again when the queue was full
+RETRY_AFTER = "1"  # seconds, after which a client may try again when the queue was full or the server not ready
 
 
 class Token(NamedTuple):
@@ -40,18 +40,18 @@ Deltas = AsyncGenerator[tuple["Choice", str, list[Token]]]
 class Choice:
     """The text of one choice as it grows: characters and stop strings whole, and for each token its place."""
 
-    def __init__(self, served: Served, row: Row, stop: Sequence[str], *, echo: bool):
-        """Start with no text. echo: whether the prompt is its beginning."""
+    def __init__(self, served: Served, p: CompletionParameters | ChatParameters, row: Row):
+        """Start with no text. p: the parameters, from which `row` was planned."""
         self.row = row
         self.text, self.tokens = "", list[Token]()  # what has been returned
         self.finish: str | None = None  # "stop", "length" or "tool_calls" with the last addition
         self.content, self.calls = "", list[dict[str, Any]]()  # the text without calls of tools, and these
         self.num_tokens = self.num_cached = 0  # tokens generated, and tokens of the prompt that were not computed again
-        self._served, self._echo = served, echo
+        self._served, self._has_many_calls = served, p.parallel_tool_calls
+        self._echo = isinstance(p, CompletionParameters) and p.echo  # the prompt is the beginning of the text
         context = () if row.text == "" else row.prompt
-        self._detokenizer = Detokenizer(served.run.tokenizer, stop, context)
+        self._detokenizer = Detokenizer(served.run.tokenizer, p.stop, context)
         self._places = Detokenizer(served.run.tokenizer, (), context)  # without stop strings: no text is held back
-        self._num_echoed = 0  # tokens of the prompt at the beginning of `tokens`
         self._read = 0  # characters of all tokens so far, perhaps more than the text has
         self._held: list[Token] = []  # tokens with text that is not out yet
 
@@ -62,7 +62,7 @@ class Choice:
         if self._echo:
             self._echo = False
             text, tokens = self._repeat_prompt(update.prompt)
-            self._read, self._num_echoed = len(text), len(tokens)
+            self._read = len(text)
         for number, i in enumerate(piece.tokens):
             if self.row.top_logprobs is not None:
                 self._held.append(self._token(i, self._read, piece.logprobs[number], piece.top[number]))
@@ -91,14 +91,10 @@ class Choice:
         elif self.finish is None:
             self.content = self.text[: max(before, offer.hold(self.text))]
         else:
-            self.content, self.calls = offer.read(self.text)
+            self.content, calls = offer.read(self.text)
+            self.calls = calls if self._has_many_calls else calls[:1]
             self.finish = "tool_calls" if self.calls else self.finish
         return self.content[before:]
-
-    def mean_logprob(self) -> float:
-        """Return the mean log-probability of the tokens after the prompt, 0 if there are none."""
-        own = self.tokens[self._num_echoed :]
-        return sum(token.logprob for token in own) / max(len(own), 1)
 
     def _repeat_prompt(self, scores: PromptScores | None) -> tuple[str, list[Token]]:
         tokenizer, ids, text = self._served.run.tokenizer, self.row.prompt, self.row.text
@@ -126,9 +122,7 @@ class Answer:
         """Start with no text, under a new id. p: the parameters, from which `rows` were planned."""
         self.parameters, self.rows, self._served = p, rows, served
         self._is_chat = isinstance(p, ChatParameters)
-        self._each = p.n if isinstance(p, ChatParameters) else p.each  # choices of each prompt
-        echo = isinstance(p, CompletionParameters) and p.echo
-        self._choices = [Choice(served, row, p.stops, echo=echo) for row in rows]
+        self._choices = [Choice(served, p, row) for row in rows]
         self._head: dict[str, Any] = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
             "object": "chat.completion" if self._is_chat else "text_completion",
@@ -145,7 +139,7 @@ class Answer:
         log: prints prompts and completions. None prints nothing.
         """
         start, last, metrics = time.perf_counter(), dict[Row, float](), scheduler.metrics
-        metrics.prompt_tokens.inc(self._usage()["prompt_tokens"])
+        metrics.prompt_tokens.inc(self.usage()["prompt_tokens"])
         try:
             while not all(row.is_finished for row in self.rows):
                 update = await news.get()
@@ -170,7 +164,7 @@ class Answer:
                     yield choice, text, tokens
         finally:
             scheduler.finish(self.rows)
-        metrics.cached_tokens.inc(self._usage()["prompt_tokens_details"]["cached_tokens"])
+        metrics.cached_tokens.inc(self.usage()["prompt_tokens_details"]["cached_tokens"])
         if log is not None:
             for choice in self._choices:
                 prompt = self._served.run.tokenizer.decode(choice.row.prompt)
@@ -179,10 +173,10 @@ class Answer:
     async def events(self, deltas: Deltas) -> AsyncIterator[bytes]:
         """Yield the events of a stream."""
         chunk = self._head | ({"object": "chat.completion.chunk"} if self._is_chat else {})
-        is_continuous = (self.parameters.stream_options or {}).get("continuous_usage_stats")
+        has_usage = (self.parameters.stream_options or {}).get("include_usage")
 
         def render(choice: Choice, content: dict[str, Any], tokens: list[Token] | None, finish: str | None) -> bytes:
-            usage = {"usage": self._usage() if is_continuous else None} if self.parameters.include_usage else {}
+            usage = {"usage": None} if has_usage else {}
             return render_event(chunk | {"choices": [self._render(choice, content, tokens, finish)]} | usage)
 
         try:
@@ -202,8 +196,8 @@ class Answer:
         except UserError as e:  # after the status 200
             yield render_event((e if isinstance(e, RequestError) else RequestError(str(e))).to_json())
             return
-        if self.parameters.include_usage:
-            yield render_event(chunk | {"choices": [], "usage": self._usage()})
+        if has_usage:
+            yield render_event(chunk | {"choices": [], "usage": self.usage()})
         yield DONE
 
     async def whole(self, deltas: Deltas) -> dict[str, Any]:
@@ -212,23 +206,16 @@ class Answer:
             async for _ in deltas:
                 pass
         found = []
-        for index, choice in enumerate(self._best()):
+        for choice in self._choices:
             calls = {"content": choice.content or None, "tool_calls": choice.calls} if choice.calls else {}
             message = {"role": "assistant", "content": choice.content, **calls}
             content = {"message": message} if self._is_chat else {"text": choice.text}
-            found.append(self._render(choice, content, choice.tokens, choice.finish) | {"index": index})
-        return self._head | {"choices": found, "usage": self._usage()}
+            found.append(self._render(choice, content, choice.tokens, choice.finish))
+        return self._head | {"choices": found, "usage": self.usage()}
 
-    def _best(self) -> list[Choice]:
-        """Return the choices of each prompt that the client gets: all, or those with the most probable tokens."""
-        n, found = self.parameters.n, []
-        for first in range(0, len(self._choices), self._each):
-            group = self._choices[first : first + self._each]
-            found += sorted(group, key=Choice.mean_logprob, reverse=True)[:n] if n < self._each else group
-        return found
-
-    def _usage(self) -> dict[str, Any]:
-        each = self._choices[:: self._each]  # each prompt once
+    def usage(self) -> dict[str, Any]:
+        """Return the numbers of tokens so far."""
+        each = self._choices[:: self.parameters.n]  # each prompt once
         prompt = sum(len(choice.row.prompt) for choice in each)
         completion = sum(choice.num_tokens for choice in self._choices)
         usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
@@ -243,8 +230,7 @@ class Answer:
         `top_token` have all alternatives, best first.
         """
         logprobs: dict[str, Any] | None = None
-        wanted = self.parameters.logprobs  # 0 wants the tokens' own
-        top = None if wanted is None or wanted is False else choice.row.top_logprobs
+        top = choice.row.top_logprobs  # 0 wants the tokens' own
         if tokens is not None and top is not None and self._is_chat:
             entries = [
                 _entry(token.text, token.logprob) | {"top_logprobs": [_entry(text, p) for _, text, p in token.top]}
@@ -281,7 +267,8 @@ def respond(value: Any, status: int = 200, headers: dict[str, str] | None = None
 
 def refuse(error: RequestError, headers: dict[str, str] | None = None) -> Response:
     """Return the response that says what is wrong, with the headers of its status."""
-    more = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": RETRY_AFTER}}.get(error.status, {})
+    later = {"retry-after": RETRY_AFTER}
+    more = {401: {"www-authenticate": "Bearer"}, 429: later, 503: later}.get(error.status, {})
     return respond(error.to_json(), error.status, {**more, **(headers or {})})
 
 

@@ -74,17 +74,14 @@ class Scheduler:
     """Decode the rows of many requests in the slots of one engine."""
 
     def __init__(self, engine: Engine, score: Score, *, queue: int, log: Callable[[str], None]):
-        """Start the thread.
-
-        engine: compiled. queue: most rows that wait for a slot. log: prints a line.
-        """
+        """Start the thread. queue: most rows that wait for a slot. log: prints a line."""
         self._engine, self._score, self._limit, self._log = engine, score, queue, log
         self.waiting: collections.deque[tuple[Row, Deliver]] = collections.deque()  # rows without a slot
         self.running: dict[int, tuple[Row, Deliver]] = {}  # by slot
         self._changed = threading.Condition()
         self._closing = False
         self._burst = 1
-        self.failure: Exception | None = None  # the error that ended the thread
+        self.status = "ok"  # or "starting" until everything is compiled, or "failed" after an error ended the thread
         self.metrics = Metrics()
         self.metrics.slots.set(engine.slots)
         self.metrics.waiting.set_function(lambda: len(self.waiting))
@@ -94,7 +91,7 @@ class Scheduler:
 
     def check_room(self, rows: int) -> None:
         """Raise `RequestError` if so many rows would not fit into the queue now, or if the thread has ended."""
-        if self.failure is not None:
+        if self.status == "failed":
             raise RequestError(FAILED, status=503, code="failed")
         if self._closing:
             raise RequestError("the server is stopping", status=503, code="stopping")
@@ -154,7 +151,7 @@ class Scheduler:
         except Exception as e:
             self._log("".join(traceback.format_exception(e)))
             with self._changed:
-                self.failure = e
+                self.status = "failed"
                 delivers = {deliver for _, deliver in [*self.waiting, *self.running.values()]}
                 self.waiting.clear()
                 self.running.clear()

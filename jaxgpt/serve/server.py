@@ -1,9 +1,11 @@
-"""Serve a run: compile everything, guard the routes, and answer on a socket until a signal."""
+"""Serve a run: open the port, compile everything, guard the routes, and answer until a signal."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
+import email.message
 import hmac
 import ipaddress
 import math
@@ -11,11 +13,12 @@ import re
 import secrets
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, Literal
+from urllib.parse import quote
 
 import jax
 import uvicorn
@@ -26,6 +29,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxgpt.config import Precision
 from jaxgpt.errors import UserError
+from jaxgpt.files import render_json
 from jaxgpt.run import Run
 from jaxgpt.sample import Sampling
 from jaxgpt.sample.engine import Engine
@@ -34,7 +38,7 @@ from jaxgpt.sample.state import MAX_TOP
 from jaxgpt.serve.app import GRACE, make_app
 from jaxgpt.serve.requests import MAX_STOP_TOKENS, RequestError, Row, Served
 from jaxgpt.serve.responses import refuse, render_event
-from jaxgpt.serve.scheduler import Metrics, Scheduler, make_request
+from jaxgpt.serve.scheduler import Scheduler, make_request
 
 LARGEST_BODY = 2**20  # bytes
 BODY_TIMEOUT = 10.0  # seconds for the body
@@ -43,6 +47,9 @@ STALLED, LEAST_READ = 10.0, 2**16
 QUEUE = 4  # rows that may wait, for each slot
 CONNECTIONS = 256
 KEEP_ALIVE = 30  # seconds for which an idle connection stays open. Clients give theirs up after fewer
+HOST = re.compile(r"(\[.*\]|[^:]*)(?::[0-9]*)?")  # an address or a name, and perhaps a port
+JSON_TYPES = [("application/json", charset) for charset in ("utf-8", "utf8", "us-ascii")]
+LONGEST_PATH = 200  # characters of a path in the log
 OPEN = ("/", "/health")  # the page has no secrets, and asks for the key itself
 COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's event, seen in 0.10.2
 
@@ -51,7 +58,6 @@ def make_server(
     run: Run,
     *,
     slots: int,
-    say: Callable[[str], None],
     key: str | None = None,
     hosts: Sequence[str] = (),
     origins: Sequence[str] = (),
@@ -61,13 +67,14 @@ def make_server(
     prefix_bytes: int = 0,
     timeout: float = 300.0,
     reproducible: bool = False,
-    log: Callable[[str], None] | None = None,
-) -> ASGIApp:
-    """Return the ASGI application of a run, with everything compiled and its decoding thread started.
+    log_prompts: bool = False,
+    log: Callable[..., None],
+) -> tuple[ASGIApp, Callable[..., None]]:
+    """Return the ASGI application of a run, which answers 503 at first, and a function that compiles everything for it.
 
-    say: prints a line. log: prints prompts and completions. None prints nothing. The others: see `cli.serve`.
+    That is given a function, which it calls with the name of each program before it is compiled. log: from `make_log`. The others: see `cli.serve`.
     """
-    start, queue = time.perf_counter(), QUEUE * slots
+    queue = QUEUE * slots
     served = Served(run, slots=slots, queue=queue, names=names, any_name=any_name)
     (model, params), vocab_size = run.decode_params, run.tokenizer.vocab_size
     engine = Engine(
@@ -80,43 +87,84 @@ def make_server(
         prefix_bytes=prefix_bytes,
         resizes=not reproducible,
     )
-    engine.warm_up()
 
     def score(ids: Sequence[int]) -> PromptScores:
         return score_prompt(model, params, ids, top=MAX_TOP, vocab_size=vocab_size)
 
-    # The key of a row is derived by a program of its own.
-    make_request(Row(index=0, prompt=(0,), seed=0, max_new_tokens=1, sampling=Sampling()))
-    for width in prompt_widths(model):
-        score([0] * width)
-    scheduler = Scheduler(engine, score, queue=queue, log=say)
+    scheduler = Scheduler(engine, score, queue=queue, log=log)
+    scheduler.status = "starting"
+
+    def compile_all(begin: Callable[[str], None]) -> None:
+        start = time.perf_counter()
+        engine.warm_up(begin)
+        begin("the key of a row")
+        make_request(Row(index=0, prompt=(0,), seed=0, max_new_tokens=1, sampling=Sampling()))
+        for width in prompt_widths(model):
+            begin(f"the scores of a prompt of {width} tokens")
+            score([0] * width)
+        log(f"{run.directory}: compiled in {time.perf_counter() - start:.1f} s, {slots} slots")
+        scheduler.status = "ok"
 
     def count_compilation(event: str, duration_secs: float, **_: Any) -> None:
         if event == COMPILED and threading.current_thread() is scheduler.thread:
             scheduler.metrics.compilations.inc()
 
     jax.monitoring.register_event_duration_secs_listener(count_compilation)
-    say(f"{run.directory}: compiled in {time.perf_counter() - start:.1f} s, {slots} slots")
-    app = make_app(served, scheduler, log)
-    return guard(app, scheduler.metrics, key=key, hosts=hosts, origins=origins, timeout=timeout)
+    app = make_app(served, scheduler, log if log_prompts else None)
+    return guard(app, scheduler, key=key, hosts=hosts, origins=origins, timeout=timeout, log=log), compile_all
 
 
-def guard(app: Starlette, metrics: Metrics, *, origins: Sequence[str], **options: Any) -> ASGIApp:
+def make_log(write: Callable[[str], None], form: Literal["text", "json"] = "text") -> Callable[..., None]:
+    """Return a function that writes a line, which is a text or has the fields of a request that has ended.
+
+    form: in JSON, each line is an object with the time.
+    """
+
+    def log(text: str = "", **fields: Any) -> None:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        if form == "json":
+            write(render_json({"time": now} | (fields or {"message": text})))
+        else:
+            write(text or " ".join([now, *(f"{name}={value}" for name, value in fields.items())]))
+
+    return log
+
+
+def guard(app: Starlette, scheduler: Scheduler, *, origins: Sequence[str], **options: Any) -> ASGIApp:
     """Return an application behind a `Guard`. Pages of the origins may use it, and "*" means all."""
-    guarded = Guard(app, metrics, origins=origins, **options)
+    guarded = Guard(app, scheduler, origins=origins, **options)
     allowed = {"allow_origins": origins, "allow_headers": ["*"], "expose_headers": ["x-request-id"]}
     return CORSMiddleware(guarded, allow_methods=["GET", "POST"], **allowed) if origins else guarded
 
 
-def serve(app: ASGIApp, listener: socket.socket, say: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM, which let running requests end. say: prints a line."""
-    server = make_uvicorn(app)
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn takes them meanwhile, and raises one again after the end
-        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+def serve(app: ASGIApp, compile_all: Callable[..., None], listener: socket.socket, say: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM, which let running requests end, or the program that is being compiled.
+
+    app, compile_all: from `make_server`. A thread answers requests, and this one compiles. say: prints a line.
+    """
+    server, is_compiled = make_uvicorn(app), threading.Event()
+
+    def stop(number: int, frame: Any) -> None:
+        server.handle_exit(number, frame)
+        if not is_compiled.is_set():
+            sys.exit()  # the compiler cannot be interrupted: this is raised once it returns
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     host, port = listener.getsockname()[:2]
-    say(f"http://{f'[{host}]' if ':' in host else host}:{port}")  # what comes from now on waits until it is answered
-    server.run([listener])
-    say("stopped")
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    thread = threading.Thread(target=server.run, args=([listener],), name="serving")
+    thread.start()
+    say(f"{url} answers 503 until everything is compiled")
+    try:
+        compile_all(lambda program: say(f"compiling {program}"))
+        is_compiled.set()
+        say(url)
+        thread.join()
+    finally:
+        server.should_exit = True  # also after an error of the compiler
+        thread.join()
+        say("stopped")
 
 
 def make_uvicorn(app: ASGIApp) -> uvicorn.Server:
@@ -154,8 +202,9 @@ class Guard:
     def __init__(
         self,
         app: Starlette,
-        metrics: Metrics,
+        scheduler: Scheduler,
         *,
+        log: Callable[..., None],
         key: str | None,
         hosts: Sequence[str],
         origins: Sequence[str],
@@ -163,10 +212,12 @@ class Guard:
     ):
         """Guard an application.
 
-        key: the key that clients must send. None lets everybody ask. hosts: further names by which the server may be
-        called, apart from localhost and addresses. origins: pages of these may use it. timeout: seconds for a whole request.
+        scheduler: its status and metrics are read. log: is given the fields of each request. key: the key that clients
+        must send. None lets everybody ask. hosts: further names by which the server may be called, apart from localhost
+        and addresses. origins: pages of these may use it. timeout: seconds for a whole request.
         """
-        self._app, self._metrics, self._key, self._timeout, self._origins = app, metrics, key, timeout, set(origins)
+        self._app, self._key, self._timeout, self._origins = app, key, timeout, set(origins)
+        self._scheduler, self._metrics, self._log = scheduler, scheduler.metrics, log
         self._paths = {getattr(route, "path", "") for route in app.routes}  # the paths that the metrics tell apart
         self._names = {"localhost", *(name.lower() for name in hosts)}
 
@@ -176,6 +227,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         start, status = time.perf_counter(), 0
+        scope.setdefault("state", {})  # where the application leaves its answer
         given = dict(scope["headers"]).get(b"x-request-id", b"")
         request_id = given if re.fullmatch(rb"[\w.:-]{1,128}", given) else secrets.token_hex(16).encode()
 
@@ -199,35 +251,46 @@ class Guard:
                 with contextlib.suppress(TimeoutError):  # the client does not read
                     await asyncio.wait_for(send(last), 1.0)
         finally:
-            path = scope["path"] if scope["path"] in self._paths else "other"
-            self._metrics.responses.labels(path, status).inc()
-            self._metrics.requests.observe(time.perf_counter() - start)
+            seconds, path = time.perf_counter() - start, scope["path"]
+            self._metrics.responses.labels(path if path in self._paths else "other", status).inc()
+            self._metrics.requests.observe(seconds)
+            usage = scope["state"]["answer"].usage() if "answer" in scope["state"] else {}
+            tokens = {name: usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens")}
+            asked = {"method": scope["method"], "path": quote(path)[:LONGEST_PATH], "status": status}
+            self._log(**asked, **tokens, seconds=round(seconds, 3), id=request_id.decode())
 
     def _check(self, scope: Scope) -> None:
         """Raise `RequestError` for a request from a host or an origin that is not allowed, or without the key."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         if headers.keys() >= {b"content-length", b"transfer-encoding"}:  # a proxy may find another end of the request
             raise RequestError("Content-Length and Transfer-Encoding together: needs one of them")
-        host, origin = headers.get(b"host", ""), headers.get(b"origin")
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-            ipaddress.ip_address(name)  # an address cannot be pointed elsewhere, as a name can
+        host, origin = headers.get(b"host", "").lower(), headers.get(b"origin")
+        found = HOST.fullmatch(host)
+        name = found[1] if found else ""
+        try:  # an address cannot be pointed elsewhere, as a name can
+            ipaddress.IPv6Address(name[1:-1]) if name.startswith("[") else ipaddress.IPv4Address(name)
         except ValueError:
             # A page elsewhere, under a name that was made to point here (DNS rebinding), calls the server by that name.
-            if not {host.lower(), host.lower().rpartition(":")[0]} & self._names:
+            if not {host, name} & self._names:
                 message = f"the server is not called {host[:80]!r}: use an address, or start it with --allowed-host"
                 raise RequestError(message, status=403, code="host") from None
         is_read = scope["method"] in ("GET", "HEAD")
-        is_known = origin is None or origin.partition("://")[2] == host or {origin, "*"} & self._origins
+        is_known = origin is None or origin.lower().partition("://")[2] == host or {origin, "*"} & self._origins
         if not is_read and not is_known:
             message = f"a page of {origin[:80]!r} may not use this server: start it with --allowed-origin"
             raise RequestError(message, status=403, code="origin")
-        if scope["method"] == "POST" and headers.get(b"content-type", "").split(";")[0].strip() != "application/json":
-            raise RequestError("the Content-Type must be application/json", status=415)
-        given = headers.get(b"authorization", "").removeprefix("Bearer ").strip().encode()
+        kind = email.message.Message()
+        kind["content-type"] = headers.get(b"content-type", "")
+        is_json = (kind.get_content_type(), kind.get_content_charset("utf-8")) in JSON_TYPES
+        if scope["method"] == "POST" and not is_json:
+            raise RequestError("the Content-Type must be application/json, and its charset utf-8", status=415)
+        scheme, _, given = headers.get(b"authorization", "").partition(" ")
+        given = given.strip().encode() if scheme.lower() == "bearer" else b""
         if self._key is not None and scope["path"] not in OPEN and not hmac.compare_digest(given, self._key.encode()):
             message = "the key is missing or wrong: send it as Authorization: Bearer KEY"
             raise RequestError(message, status=401, code="invalid_api_key")
+        if self._scheduler.status == "starting" and scope["path"] != "/health":
+            raise RequestError("the server is still compiling: try again later", status=503, code="starting")
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         """Return the body, counted while it arrives, or None if the client left."""

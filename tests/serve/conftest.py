@@ -16,7 +16,7 @@ from jaxgpt.sample.score import PromptScores
 from jaxgpt.serve.app import make_app
 from jaxgpt.serve.requests import Served
 from jaxgpt.serve.scheduler import Scheduler
-from jaxgpt.serve.server import guard, make_server
+from jaxgpt.serve.server import guard, make_log, make_server
 from tests.helpers import make_model, recorded_run
 
 BLOCK = 96
@@ -116,9 +116,19 @@ def faked(byte_run):
         def start(engine=None, *, run=byte_run, key=None, queue=4, hosts=(), origins=(), timeout=20.0, **naming):
             engine = engine or FakeEngine()
             scheduler, lines = Scheduler(engine, fake_score, queue=queue, log=lambda line: None), []
+            requests = []  # what the log has of each
             app = make_app(Served(run, slots=engine.slots, queue=queue, **naming), scheduler, lines.append)
-            app = guard(app, scheduler.metrics, key=key, hosts=hosts, origins=origins, timeout=timeout)
+            app = guard(
+                app,
+                scheduler,
+                key=key,
+                hosts=hosts,
+                origins=origins,
+                timeout=timeout,
+                log=lambda **fields: requests.append(fields),
+            )
             client = stack.enter_context(Client(app))
+            client.requests = requests
             client.guard, client.engine, client.scheduler, client.lines = app, engine, scheduler, lines
             return client
 
@@ -127,7 +137,10 @@ def faked(byte_run):
 
 def start_server(run):
     """The application over the engine of a run."""
-    return make_server(run, slots=4, say=lambda line: None, prefix_bytes=10**7, timeout=60.0, reproducible=True)
+    silent = make_log(lambda line: None)
+    app, compile_all = make_server(run, slots=4, prefix_bytes=10**7, timeout=60.0, reproducible=True, log=silent)
+    compile_all(lambda program: None)
+    return app
 
 
 @pytest.fixture(scope="session")

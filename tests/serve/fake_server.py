@@ -39,7 +39,7 @@ class Fake:
     left: int = 0  # streams that clients gave up
 
     def bodies(self, path):
-        return [body for at, body in self.seen if at == path]
+        return [body for at, body in self.seen if at == path and not (body or {}).get("echo")]
 
 
 def text_of(ids):
@@ -117,10 +117,9 @@ def make_app(fake):
             text = "".join(f"{m['role']}:{m['content']}\x03" for m in body["messages"]) + "assistant:"
         return JSONResponse({"tokens": [ord(c) for c in text]})
 
-    def detokenize(body):
-        return JSONResponse({"prompt": text_of(body["tokens"])})
-
     def completions(body):
+        if body.get("echo"):
+            return JSONResponse({"choices": [{"text": text_of(body["prompt"])}]})
         if fake.fail == "400":
             return JSONResponse({"error": {"message": fake.message}}, 400)
         return StreamingResponse(stream(body), media_type="text/event-stream")
@@ -140,7 +139,7 @@ def make_app(fake):
             fake.left += 1
             raise
 
-    posted = {"/tokenize": tokenize, "/detokenize": detokenize, "/v1/completions": completions}
+    posted = {"/tokenize": tokenize, "/v1/completions": completions}
     routes = [Route(path, handles(answer), methods=["POST"]) for path, answer in posted.items()]
     return Starlette(routes=[Route("/", page), Route("/v1/models", handles(models)), *routes])
 

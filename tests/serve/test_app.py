@@ -1,7 +1,9 @@
 """The wire formats, over an engine that repeats the prompt."""
 
+import json
 import re
 
+from jaxgpt.serve.server import make_log
 from tests.serve.conftest import BLOCK, CHAT, HELLO, FakeEngine, read_events, refused, wait_for
 
 
@@ -116,8 +118,10 @@ def test_models_tokens_and_health(faked):
     assert client.get("/v1/models/tiny").json() == model and client.get("/v1/models/").json()["data"] == [model]
     tokens = client.ask("/tokenize", prompt="né", return_token_strs=True).json()
     assert tokens == {"count": 3, "max_model_len": BLOCK, "tokens": [110, 195, 169], "token_strs": ["n", "�", "�"]}
-    assert client.ask("/detokenize", tokens=[110, 195, 169]).json() == {"prompt": "né"}
-    assert client.get("/tokenizer_info").json()["eos_token"] == "\n"
+    echo = client.ask(
+        prompt=[110, 195, 169], echo=True, max_tokens=0
+    ).json()  # the text of ids, as the page asks for it
+    assert echo["choices"][0]["text"] == "né"
     assert client.get("/health").json() == {"status": "ok"}
     assert client.get("/").headers["content-security-policy"]
 
@@ -142,24 +146,33 @@ def test_every_answer_has_an_id(faked):
         assert client.get("/health", headers={"x-request-id": bad}).headers["x-request-id"] not in ("", bad)
 
 
-def test_the_best_of_several_are_returned(faked):
-    """By mean log-probability; the engine draws -0.1 for each token of its third completion, and -0.5 for others."""
+def test_each_request_has_one_line_without_its_texts(faked):
+    client = faked()
+    client.ask(prompt="secret", max_tokens=5)
+    client.ask(CHAT, messages=HELLO, max_tokens=3, stream=True)
+    client.ask(prompt="secret", temperature="secret")
+    client.get("/v2/%0Asecond%20line?key=secret", headers={"x-request-id": "mine-1"})
+    texts, chat, bad, lost = client.requests
+    assert {**texts, "seconds": 0, "id": ""} == {
+        **{"method": "POST", "path": "/v1/completions", "status": 200, "prompt_tokens": 6, "completion_tokens": 5},
+        **{"seconds": 0, "id": ""},
+    }
+    assert (chat["path"], chat["status"], chat["completion_tokens"]) == (CHAT, 200, 3) and chat["seconds"] < 20
+    assert (bad["status"], bad["prompt_tokens"], bad["completion_tokens"]) == (400, 0, 0)
+    assert (lost["method"], lost["path"], lost["status"]) == ("GET", "/v2/%0Asecond%20line", 404)
+    assert lost["id"] == "mine-1" and "secret" not in str(client.requests)
 
-    class Engine(FakeEngine):
-        def step(self, burst=8):
-            pieces = super().step(burst)
-            return [
-                piece._replace(logprobs=[-0.1 if piece.slot == 2 else -0.5] * len(piece.tokens)) for piece in pieces
-            ]
 
-    client = faked(Engine(slots=4))
-    body = client.ask(prompt="abc", max_tokens=5, n=2, best_of=4, logprobs=1).json()
-    assert [choice["index"] for choice in body["choices"]] == [0, 1] and body["usage"]["completion_tokens"] == 20
-    assert [choice["logprobs"]["token_logprobs"] for choice in body["choices"]] == [[-0.1] * 5, [-0.5] * 5]
-    (choice,) = client.ask(prompt="abc", max_tokens=5, best_of=4, echo=True).json()["choices"]
-    assert choice["logprobs"] is None and choice["text"] == "abcabcab"
-    refused(client.ask(prompt="abc", best_of=2, stream=True), "best_of", "stream")
-    refused(client.ask(prompt="abc", n=3, best_of=2), "best_of", "n=3")
+def test_lines_are_text_or_json():
+    lines = []
+    for form in ("text", "json"):
+        log = make_log(lines.append, form)
+        log("ready\nsteady")
+        log(method="GET", status=200)
+    plain, request, message, fields = lines
+    assert plain == "ready\nsteady" and re.fullmatch(r"\d{4}-\d\d-\d\dT\S+ method=GET status=200", request)
+    assert json.loads(message)["message"] == plain and "\n" not in message
+    assert json.loads(fields).keys() == {"time", "method", "status"}
 
 
 def test_metrics_count(faked):

@@ -142,7 +142,6 @@ found["seen"] = {str(status): count for status, count in seen.items()}
     assert found["seen"].keys() == {"200", "429"} and found["seen"]["200"] == 16
 
 
-# The tokenizer is a file beside the client, or the server's own.
 WRITTEN = {"temperature": 0, "max_tokens": 9, "stop": ["l"]}  # what the task says
 HARNESS = """
 import json, sys, lm_eval, lm_eval.models
@@ -162,7 +161,7 @@ print(json.dumps(found))
 
 
 def test_lm_eval_has_the_figures_of_the_adapter(server, tmp_path):
-    """With a tokenizer here, and with the server's, whose end of text, a newline here, is one more stop string."""
+    """With the run's tokenizer in a file beside the client."""
     for package in ("lm_eval", "tenacity", "aiohttp", "transformers"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f'{package} is not installed: pip install "lm-eval[api]" transformers')
@@ -174,23 +173,20 @@ def test_lm_eval_has_the_figures_of_the_adapter(server, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(run.tokenizer, CONTEXT)))
     remote = f"model={MODEL},base_url={server.url}/v1/completions,max_length={CONTEXT}"
     local = f"{remote},tokenizer={tmp_path},tokenizer_backend=huggingface,custom_prefix_token_id=10"
-    models = [("jaxgpt", f"run={server.run}"), ("local-completions", local), ("local-completions", remote)]
+    models = [("jaxgpt", f"run={server.run}"), ("local-completions", local)]
     models += [("local-chat-completions", f"model={MODEL},base_url={server.url}/v1/chat/completions")]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "*"}
     given = {"directory": str(tmp_path), "models": models, "tasks": list(TASKS)}
     done = check_command("-c", HARNESS, json.dumps(given), cwd=tmp_path, **offline)
-    ours, *others, chat = json.loads(done.stdout.splitlines()[-1])
-    for theirs, exact in zip(others, (list(TASKS), ["choice"]), strict=True):
-        pairs = zip(itertools.chain(*ours["resps"]["choice"]), itertools.chain(*theirs["resps"]["choice"]), strict=True)
-        for (our,), (their,) in pairs:
-            assert float(their[0]) == pytest.approx(float(our[0]), abs=SAME)
-            assert their[1] == our[1]  # is it greedy?
-        for task in exact:
-            results = {name: value for name, value in ours["results"][task].items() if isinstance(value, float)}
-            assert results and {name: theirs["results"][task][name] for name in results} == pytest.approx(
-                results, rel=SAME
-            )
-    assert others[0]["resps"]["written"] == ours["resps"]["written"]
+    ours, theirs, chat = json.loads(done.stdout.splitlines()[-1])
+    pairs = zip(itertools.chain(*ours["resps"]["choice"]), itertools.chain(*theirs["resps"]["choice"]), strict=True)
+    for (our,), (their,) in pairs:
+        assert float(their[0]) == pytest.approx(float(our[0]), abs=SAME)
+        assert their[1] == our[1]  # is it greedy?
+    for task in TASKS:
+        results = {name: value for name, value in ours["results"][task].items() if isinstance(value, float)}
+        assert results and {name: theirs["results"][task][name] for name in results} == pytest.approx(results, rel=SAME)
+    assert theirs["resps"]["written"] == ours["resps"]["written"]
     asked = [{"messages": [{"role": "user", "content": line["ctx"]}], **WRITTEN} for line in LINES]
     answers = [json.loads(server.send("/v1/chat/completions", json.dumps(body).encode())[2]) for body in asked]
     assert chat["resps"]["written"] == [[[answer["choices"][0]["message"]["content"]]] for answer in answers]

@@ -16,13 +16,15 @@ KEY = "0123456789abcdef"
 
 def test_a_key_is_needed_where_there_is_one(faked):
     client = faked(key=KEY)
-    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Bearer {KEY}x"}, {"authorization": "é"}):
+    for sent in ("Bearer wrong", f"Bearer {KEY}x", f"Basic {KEY}", KEY, f"Bearer{KEY}", "Bearer", "é", None):
+        headers = {} if sent is None else {"authorization": sent}
         response = client.get("/v1/models", headers={k: v.encode("latin-1") for k, v in headers.items()})
         refused(response, None, "key", status=401)
         assert response.headers["www-authenticate"] == "Bearer"
-    for path in ("/metrics", "/tokenizer_info", "/v2"):
+    for path in ("/metrics", "/v2"):
         assert client.get(path).status_code == 401
-    assert client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
+    for sent in (f"Bearer {KEY}", f"bearer {KEY}", f"BEARER   {KEY}"):
+        assert client.get("/v1/models", headers={"authorization": sent}).status_code == 200, sent
     assert client.get("/health").status_code == client.get("/").status_code == 200
     assert faked().get("/v1/models", headers={"authorization": "Bearer whatever"}).status_code == 200
 
@@ -32,7 +34,9 @@ def test_a_host_is_known_by_an_address_or_a_name(faked):
     client = faked(hosts=["Mine", "GPT.Example.org"])
     for host in ("localhost", "localhost:8000", "127.0.0.1:1", "[::1]:8000", "192.168.1.5", "mine:80", "LOCALHOST"):
         assert client.get("/v1/models", headers={"host": host}).status_code == 200, host
-    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "", "yours", "[::1", "a:b:c"):
+    bad = ["evil.example", "evil.example:8000", "localhost.evil.example", "", "yours", "[::1", "a:b:c", "[127.0.0.1]"]
+    bad += ["[::1]evil", "[::1]:8000evil", "localhost:evil", "mine:80.evil", "me@127.0.0.1", "127.0.0.1/evil", "127.1"]
+    for host in [*bad, "[[::1]]", "::1", "127.0.0.1:80:80", "127.0.0.1#evil", "evil@localhost", "[]"]:
         refused(client.get("/v1/models", headers={"host": host}), None, "--allowed-host", status=403)
 
 
@@ -45,6 +49,38 @@ def test_pages_of_others_may_not_post(faked, origin):
         response = client.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": kind})
         refused(response, None, "application/json", status=415)
     assert client.post("/v1/completions", json=body, headers=ours).status_code == 200
+
+
+def test_the_media_type_is_read_as_http_has_it(faked):
+    client, right = (
+        faked(),
+        ["application/json", "Application/JSON", "application/json;charset=UTF-8", "APPLICATION/json "],
+    )
+    right += [
+        'application/json; charset="utf-8"',
+        "application/json ; Charset=utf8",
+        "application/json;a=b;charset=us-ascii",
+    ]
+    wrong = ["application/json; charset=latin-1", "application/json; charset=utf-16", "application/jsonp", "json"]
+    for kind in [*right, *wrong, "application/json, text/plain", "text/plain; a=application/json"]:
+        answer = client.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": kind})
+        assert answer.status_code == (200 if kind in right else 415), kind
+
+
+def test_until_everything_is_compiled_the_server_says_so(faked):
+    client = faked(key=KEY)
+    client.scheduler.status = "starting"
+    client.headers["authorization"] = f"bearer {KEY}"
+    health = client.get("/health")
+    assert (health.status_code, health.json()) == (503, {"status": "starting"}) and int(health.headers["retry-after"])
+    for path in ("/", "/v1/models", "/metrics", "/v2"):
+        refused(client.get(path), None, "compiling", status=503)
+    answer = client.ask(prompt="a")
+    refused(answer, None, "compiling", status=503)
+    assert answer.headers["retry-after"] == "1" and answer.json()["error"]["code"] == "starting"
+    refused(client.get("/v1/models", headers={"authorization": ""}), None, "key", status=401)
+    client.scheduler.status = "ok"
+    assert client.get("/health").status_code == client.ask(prompt="a", max_tokens=1).status_code == 200
 
 
 def test_pages_of_an_allowed_origin_may(faked):
@@ -98,7 +134,7 @@ def body(**parameters):
 LEFT = {"type": "http.disconnect"}
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
 def test_others_are_answered_while_a_request_is_read(faked, monkeypatch, path):
     client, begun, go_on, done = faked(), threading.Event(), threading.Event(), []
 

@@ -12,7 +12,6 @@ NO_NUMBER = ("1", "", [1], {}, True, HUGE, -HUGE)
 NO_COUNT = (*NO_NUMBER, 0.5, -1, 2**63, 1e308)
 NO_FLAG = ("true", 1, 0, [], {}, 0.5)
 SURROGATE = "\ud800"  # half of a character: valid JSON, and no UTF-8
-LONG = {"type": "string", "minLength": 1000}  # than the context
 COMMON = {
     "temperature": (*NO_NUMBER, -1, 1e300),
     "top_p": (*NO_NUMBER, -1, 2),
@@ -33,13 +32,14 @@ COMMON = {
     "stop_token_ids": (5, [-1], [256], [10**30], [0] * 17),
     "ignore_eos": NO_FLAG,
     "stream_options": (
-        *(1, "x", [], {"include_usage": 1}, {"continuous_usage_stats": None}, {"unknown": True}),
+        *(1, "x", [], {"include_usage": 1}, {"continuous_usage_stats": True}, {"unknown": True}),
         {"include_usage": True},
     ),
     "max_tokens": NO_COUNT,
     "temprature": (1,),
     "__class__": ("x",),
-    "best_of": (*NO_COUNT, 0, 3),
+    "best_of": (*NO_COUNT, 0, 3, True),
+    "parallel_tool_calls": NO_FLAG,
     "suffix": ("x",),
     "response_format": (
         *(
@@ -51,12 +51,12 @@ COMMON = {
             {"type": "json_schema"},
             {"type": "json_schema", "json_schema": {}},
         ),
-        *({"type": "json_schema", "json_schema": {"schema": schema}} for schema in (1, [], {"type": "x"}, LONG)),
-        *({"type": "json_object", "schema": schema} for schema in (1, None, {"type": "x"}, LONG)),
+        *({"type": "json_schema", "json_schema": {"schema": schema}} for schema in (1, [], {"type": "x"})),
+        *({"type": "json_object", "schema": schema} for schema in (1, {"type": "x"})),
     ),
-    "guided_json": (1, [], "x", "[]", "{", {"type": "x"}, LONG),
-    "guided_regex": (1, ["a"], "[", "(?=a)b", "(a?){500}a{500}", "a{2000}"),
-    "guided_choice": (1, "a", [], [""], [1], ["a" * 2000]),
+    "guided_json": (1, [], "x", "[]", "{", {"type": "x"}),
+    "guided_regex": (1, ["a"], "[", "(?=a)b", "(a?){500}a{500}", "a" * 70_000),
+    "guided_choice": (1, "a", [], [""], [1], ["a" * 70_000]),
     "structured_outputs": (1, [], {}, {"xml": "a"}, {"regex": "a", "json": {}}, {"regex": "["}, {"choice": 1}),
 }
 
@@ -72,7 +72,7 @@ WRONG = {
             *(True, 0.5, {}, [], [[]], [0.5], [True], [-1], [256], [HUGE], [1, "a"], [None], [{}], None),
             *(SURROGATE, ["a"] * 5, "a" * (BLOCK + 1), "x" * 100_000, [1] * 100_000),
         ),
-        "logprobs": (*NO_COUNT, 21),
+        "logprobs": (*NO_COUNT, 21, 0.5),
         "echo": NO_FLAG,
         "max_tokens": (*COMMON["max_tokens"], 0),
         "max_completion_tokens": (5,),
@@ -102,13 +102,11 @@ WRONG = {
         "prompt": ("x",),
     },
     "/tokenize": {"prompt": (1, True, [], {}, SURROGATE), "unknown": (1,), "as_prompt": NO_FLAG},
-    "/detokenize": {"tokens": ("x", 1, True, {}, [0.5], [True], ["a"], [-1], [256], [HUGE], [[1]], None)},
 }
 GOOD = {
     "/v1/completions": {"prompt": "a"},
     CHAT: {"messages": HELLO},
     "/tokenize": {"prompt": "a"},
-    "/detokenize": {"tokens": [97]},
 }
 
 
@@ -130,10 +128,22 @@ def test_bad_parameters_are_named(client, path, name):
 
 def test_what_asks_for_nothing_is_accepted(client):
     neutral = dict(best_of=1, suffix=None, logit_bias={}, frequency_penalty=0, presence_penalty=0.0)
-    neutral |= {"response_format": {"type": "text"}}
+    neutral |= {"response_format": {"type": "text"}, "function_call": "auto", "functions": [], "min_tokens": 0}
     ignored = dict(user="me", store=True, metadata={}, service_tier="auto", parallel_tool_calls=False)
-    ignored |= dict(reasoning_effort="low", prompt_cache_key="x", safety_identifier="y")
-    assert client.ask(prompt="a", max_tokens=1, **neutral, **ignored, top_p=None).status_code == 200
+    ignored |= dict(reasoning_effort="low", prompt_cache_key="x", safety_identifier="y", prediction={"content": "x"})
+    for path, asked in ((CHAT, {"messages": HELLO}), ("/v1/completions", {"prompt": "a"})):
+        nothing = dict.fromkeys([*COMMON, *neutral, *ignored, "logprobs", "audio", "web_search_options", "whatever"])
+        for more in ({**neutral, **ignored}, nothing, {"logprobs": False}, {"n": 2, "best_of": 2}):
+            assert client.ask(path, **asked, **more | {"max_tokens": 1}).status_code == 200, more
+        for options in ({}, {"include_obfuscation": False}, {"include_usage": None, "include_obfuscation": True}):
+            answer = client.ask(path, **asked, max_tokens=1, stream=True, stream_options=options)
+            assert answer.status_code == 200 and '"usage"' not in answer.text
+    assert client.ask(CHAT, messages=HELLO, max_tokens=1, top_logprobs=0).json()["choices"][0]["logprobs"] is None
+    for how in (
+        {"response_format": {"type": "json_object", "schema": None}},
+        {"structured_outputs": {"regex": "a", "json": None}},
+    ):
+        assert client.ask(prompt="a", max_tokens=1, **how).status_code == 200, how
     for defaults in (dict(top_k=0, top_p=0, seed=-1), dict(top_k=-1, stop=["a"] * 16, min_p=0)):
         assert client.ask(prompt="a", max_tokens=1, **defaults).status_code == 200, defaults
 
@@ -160,10 +170,8 @@ def called(arguments):
     "message",
     [
         *("hello", None, [], {}, {"role": "robot", "content": "x"}, {"role": "user"}, {"content": "x"}),
-        *(
-            {"role": "assistant", "content": None},
-            {"role": "assistant", "content": "x", "function_call": {"name": "a"}},
-        ),
+        *({"role": "user", "content": None}, {"role": "assistant", "content": "x", "function_call": {"name": "a"}}),
+        *({"role": "assistant"}, {"role": "user", "content": [{"type": "refusal", "text": "x"}]}),
         *({"role": "assistant", "tool_calls": calls} for calls in (1, [1], [{}], [{"function": {"name": ""}}])),
         *(called(arguments) for arguments in ("{", "[]", 1, SURROGATE)),
         *({"role": [], "content": "x"}, {"role": "user", "content": 1}, {"role": "user", "content": SURROGATE}),
@@ -181,6 +189,8 @@ def test_bad_messages_are_named(client, message):
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "me"},
         {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "audio": None, "function_call": None},
         {"role": "assistant", "content": "x", "tool_calls": [], "provider_specific_fields": {"refusal": None}},
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": None},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}, {"type": "text", "text": "x"}]},
         {"role": "tool", "content": "x", "tool_call_id": "1", "name": "a"},
     ],
     ids=str,

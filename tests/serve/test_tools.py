@@ -6,7 +6,10 @@ import pytest
 
 from tests.serve.conftest import CHAT, HELLO, Client, FakeEngine, make_byte_run, read_events, refused, start_server
 
-CITY = {"type": "object", "properties": {"city": {"enum": ["Toledo", "El Toboso"]}, "days": {"type": "integer"}}}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Toledo", "El Toboso"]}, "days": {"type": "integer", "maximum": 99}},
+}
 CITY |= {"required": ["city", "days"], "additionalProperties": False}
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Tell it.", "parameters": CITY}}
 RIDE = {
@@ -78,6 +81,10 @@ def test_a_model_may_call_or_answer(faked, wide_run):
         message, finish = stream(client, **body, max_tokens=len(answer))
         assert message["content"].strip() == content and len(message["tool_calls"]) == calls
         assert finish == found["finish_reason"]
+        alone = client.ask(CHAT, **body, max_tokens=len(answer), parallel_tool_calls=False).json()["choices"][0][
+            "message"
+        ]
+        assert len(alone.get("tool_calls", [])) == min(calls, 1) and alone["content"] == found["message"]["content"]
 
 
 def test_a_choice_of_none_shows_no_tools(faked, wide_run):
@@ -92,8 +99,6 @@ def test_what_cannot_be_called_is_refused(faked, wide_run):
     client = faked(run=wide_run)
     body = {"messages": HELLO, "tools": [WEATHER], "tool_choice": "required"}
     refused(client.ask(CHAT, **body, response_format={"type": "json_object"}), "response_format", "needs one of them")
-    refused(client.ask(CHAT, **body, max_tokens=5), "tools", "there is room for 5")
-    bad = WEATHER["function"] | {"parameters": {"type": "x"}}
-    refused(
-        client.ask(CHAT, **body | {"tools": [{"type": "function", "function": bad}]}), "tools", "cannot be followed"
-    )
+    for schema, said in (({"type": "x"}, "cannot be followed"), ({"minimum": 2**53 + 1}, "integers below 2^53")):
+        bad = WEATHER["function"] | {"parameters": schema}
+        refused(client.ask(CHAT, **body | {"tools": [{"type": "function", "function": bad}]}), "tools", said)
