@@ -140,6 +140,7 @@ OVER = ["--over", "optim.learning-rate=1e-4..1e-1"]
 # Of every command: options that do not exist, want a value, or have two.
 OPTIONS = [
     (["train", "--model.n-layr", "3"], "--model.n-layr, 3 Did you mean --model.n-layer?"),
+    (["serve", "a", "b"], "give one at a time: got b as well"),
     (["train", "--model.n-layer"], "Missing value for argument '--model.n-layer'"),
     (["train", "--run-dir", ""], "run_dir is empty"),
     (["train", "quickstart", "shakespeare"], "shakespeare"),

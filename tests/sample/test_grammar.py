@@ -47,8 +47,10 @@ MAIL = {
     "required": ["mail"],
 }
 MAIL |= {"additionalProperties": False}
-SHORT = PERSON | {"properties": PERSON["properties"] | {"name": {"maxLength": 9}}}
-SHORT["properties"] |= {"ages": {"items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3}}
+SHORT = PERSON | {"properties": PERSON["properties"] | {"name": {"type": "string", "maxLength": 9}}}
+SHORT["properties"] |= {
+    "ages": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3}
+}
 LARGE = [(name, 2**53 + 1) for name in ("const", "minimum", "exclusiveMinimum")]
 LARGE += [("minimum", 2**63), ("maximum", 2**54 + 3), ("maximum", -(2**64)), ("const", 2**70)]
 TOKENIZERS = {

@@ -91,7 +91,7 @@ def test_nothing_is_compiled_after_the_warm_up(real):
 
 SQUIRE = {
     "type": "object",
-    "properties": {"name": {"pattern": "^[A-Z][a-z]{2,9}$"}, "rides": {"enum": ["ass", "horse"]}},
+    "properties": {"name": {"type": "string", "pattern": "^[A-Z][a-z]{2,9}$"}, "rides": {"enum": ["ass", "horse"]}},
     "required": ["name", "rides"],
     "additionalProperties": False,
 }

@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import importlib.util
 import json
+import signal
 import socket
 import threading
 import time
@@ -13,7 +14,7 @@ import pytest
 import jaxgpt
 from jaxgpt.__main__ import main
 from jaxgpt.serve import server as server_module
-from jaxgpt.serve.server import bind, make_uvicorn
+from jaxgpt.serve.server import bind, make_uvicorn, serve
 from tests.serve.conftest import JSON, FakeEngine, wait_for
 
 
@@ -165,6 +166,29 @@ def test_stopping_does_not_wait_for_ever(listening):
         client.stop()
         assert time.monotonic() - start < 5
         assert json.loads(response.read().split(b"data: ")[-1])["error"]["code"] == "stopping"
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGTERM])
+def test_the_port_is_open_while_programs_are_compiled(faked, monkeypatch, number):
+    """A signal ends that."""
+    client, listener, handlers, lines = faked(), bind("127.0.0.1", 0), {}, []
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+
+    def compile_all(begin):
+        client.scheduler.status = "starting"
+        begin("a program")
+        answer = answer_to(listener.getsockname()[1], HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        lines.append(answer[9:12].decode())
+        if number is not None:
+            handlers[number](number, None)
+            pytest.fail("the compiler goes on")
+        threading.Timer(0.5, handlers[signal.SIGINT], [signal.SIGINT, None]).start()
+
+    with pytest.raises(SystemExit) if number else contextlib.nullcontext():
+        serve(client.guard, compile_all, listener, lines.append)
+    url = f"http://127.0.0.1:{lines[0].split()[0].rpartition(':')[2]}"
+    ready = [url] if number is None else []
+    assert lines == [f"{url} answers 503 until everything is compiled", "compiling a program", "503", *ready, "stopped"]
 
 
 def test_an_address_that_is_taken_is_named():
