@@ -33,11 +33,11 @@ def first_line(e: Exception) -> str:
 
 
 def reason_of(e: Exception) -> str:
-    """Return a short reason why a file could not be written: TensorStore's messages are pages long."""
+    """Return a short reason why a file could not be read or written: TensorStore's messages are pages long."""
     for known in ("No space left on device", "Read-only file system", "Permission denied", "Disk quota exceeded"):
         if known.lower() in str(e).lower():
             return known
-    return first_line(e)[:200]
+    return getattr(e, "strerror", None) or first_line(e)[:200]  # libraries raise an OSError of one argument, without it
 
 
 def shell_line(*words: str | Path | int) -> str:

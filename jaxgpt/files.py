@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxgpt.errors import UserError
+from jaxgpt.errors import UserError, reason_of
 
 GENERATOR = '<meta name="generator" content="jaxgpt">'  # at the head of every page that we write
 
@@ -29,7 +29,7 @@ def is_there(path: Path, remedy: str) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError) as e:
-        raise UserError(f"cannot read {path}: {getattr(e, 'strerror', None) or e}. {remedy}") from None
+        raise UserError(f"cannot read {path}: {reason_of(e)}. {remedy}") from None
     return True
 
 
@@ -52,7 +52,7 @@ def open_file(path: str | Path) -> io.BufferedReader:
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except (OSError, ValueError) as e:  # ValueError: a NUL, or a character that cannot be encoded
-        raise UserError(f"cannot read {path}: {getattr(e, 'strerror', None) or e}") from None
+        raise UserError(f"cannot read {path}: {reason_of(e)}") from None
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
         os.close(handle)
@@ -162,9 +162,8 @@ def make_cache(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
     except (OSError, ValueError) as e:
-        why = getattr(e, "strerror", None) or e
         remedy = "Set JAXGPT_CACHE to another directory."
-        raise UserError(f"cannot write into the cache {directory}: {why}. {remedy}") from e
+        raise UserError(f"cannot write into the cache {directory}: {reason_of(e)}. {remedy}") from e
 
 
 def new_file(path: str, *, force: bool) -> Path:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-from jaxgpt.errors import UserError
+from jaxgpt.errors import UserError, reason_of
 from jaxgpt.files import render_json
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # a file cannot be written, named or not
@@ -40,7 +40,7 @@ def report_errors() -> Iterator[None]:
             place = "stdout" if stdout.is_broken else e.filename
             if place is None and e.errno not in FULL:
                 raise
-            say(one_line(f"jaxgpt: {'' if place is None else f'{place}: '}{e.strerror}"))
+            say(one_line(f"jaxgpt: {'' if place is None else f'{place}: '}{reason_of(e)}"))
             raise SystemExit(2) from None
 
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import filelock
 
-from jaxgpt.errors import UserError, shell_line
+from jaxgpt.errors import UserError, reason_of, shell_line
 from jaxgpt.files import (
     cache_directory,
     is_there,
@@ -210,7 +210,7 @@ def read_text(files: list[Path]) -> Iterator[str | None]:
             with open_file(path) as f:
                 yield from decode_text(f, path)
         except OSError as e:
-            raise UserError(f"cannot read {path}: {e.strerror}") from None
+            raise UserError(f"cannot read {path}: {reason_of(e)}") from None
 
 
 def decode_text(f: BinaryIO, name: str | Path) -> Iterator[str]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxgpt.config import Experiment, GPTConfig, from_dict, to_dict
 from jaxgpt.config.validate import NonNegativeInt, PositiveInt, Size, check_fields, short
-from jaxgpt.errors import UserError, shell_line
+from jaxgpt.errors import UserError, reason_of, shell_line
 from jaxgpt.files import is_there, json_sha256, read_json, write_whole
 from jaxgpt.runs.code import find_class, keep_code, own_code
 
@@ -96,7 +96,7 @@ def lock_run(directory: Path, fresh: bool, doing: str = "trained", option: str =
         remedy = f"wait for it, stop it, or name another {option}"
         raise UserError(f"{directory} is being {doing} by another process ({who}): {remedy}") from None
     except OSError as e:
-        raise UserError(f"cannot write in {directory}: {e.strerror}. Name another directory with {option}.") from None
+        raise UserError(f"cannot write in {directory}: {reason_of(e)}. Name another directory with {option}.") from None
     return lock
 
 

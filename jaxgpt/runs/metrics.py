@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.errors import CheckpointSaveError
+from jaxgpt.errors import CheckpointSaveError, reason_of
 from jaxgpt.files import is_there, open_file, open_whole, render_json, write_whole
 
 LARGEST_STEP, LARGEST = 2**63 - 1, sys.float_info.max  # larger numbers overflow where a step or a value is used
@@ -34,7 +34,7 @@ class MetricsFile:
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as e:
-            raise CheckpointSaveError(f"{self._path} cannot be written: {e.strerror}") from None
+            raise CheckpointSaveError(f"{self._path} cannot be written: {reason_of(e)}") from None
 
     def close(self) -> None:
         """Close the file."""

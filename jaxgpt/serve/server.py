@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxgpt.config import Precision
-from jaxgpt.errors import UserError
+from jaxgpt.errors import UserError, reason_of
 from jaxgpt.files import render_json
 from jaxgpt.run import Run
 from jaxgpt.sample import Sampling
@@ -191,7 +191,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LEAST_READ)  # else megabytes wait in the system
     except (OSError, UnicodeError) as e:
-        reason = getattr(e, "strerror", None) or e
+        reason = reason_of(e)
         raise UserError(f"cannot listen on {host} port {port}: {reason}. Name another with --host or --port") from None
     return listener
 

@@ -18,7 +18,7 @@ from jaxgpt.config import Experiment
 from jaxgpt.data.conversations import find_end_of_turn
 from jaxgpt.data.template import ETX, ChatTemplate, Jinja, Turns, write_template
 from jaxgpt.data.tokenizer import BPETokenizer, Tokenizer, fingerprint
-from jaxgpt.errors import UserError, shell_line
+from jaxgpt.errors import UserError, reason_of, shell_line
 from jaxgpt.files import is_there, read_json, render_json, write_whole
 from jaxgpt.gguf.file import FAMILIES, open_gguf, parse_dtype, to_gguf, write_gguf
 from jaxgpt.gguf.tokenizers import read_chat_template, read_ends, tokenizer_fields
@@ -160,7 +160,7 @@ def export_gguf(run: str | Path | None, out: str | Path, *, dtype: str | None = 
     try:
         write_gguf(out, fields, tensors, dtype)
     except OSError as e:
-        raise UserError(f"cannot write {out}: {e.strerror}. Name another file with --out.") from None
+        raise UserError(f"cannot write {out}: {reason_of(e)}. Name another file with --out.") from None
     return out
 
 
@@ -196,7 +196,7 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
         else:
             write_whole(out / README, _model_card(loaded, family))
     except OSError as e:
-        raise UserError(f"cannot write to {out}: {e.strerror}. Name another directory with --out.") from None
+        raise UserError(f"cannot write to {out}: {reason_of(e)}. Name another directory with --out.") from None
     return out
 
 
@@ -233,7 +233,7 @@ def export_peft(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | N
         _write_json(out / "adapter_config.json", {"base_model_name_or_path": base} | config)
         write_tokenizer(out, loaded, template)
     except OSError as e:
-        raise UserError(f"cannot write to {out}: {e.strerror}. Name another directory with --out.") from None
+        raise UserError(f"cannot write to {out}: {reason_of(e)}. Name another directory with --out.") from None
     return out
 
 

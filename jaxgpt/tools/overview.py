@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxgpt.config import GPTConfig
-from jaxgpt.errors import UserError, first_line, shell_line
+from jaxgpt.errors import UserError, first_line, reason_of, shell_line
 from jaxgpt.files import Result, is_there, read_json
 from jaxgpt.runs.directory import RunMetadata, is_training, read_metadata
 from jaxgpt.runs.metrics import finite_values, parse_metrics
@@ -72,7 +72,7 @@ def read_rows(directory: Path) -> list[Row]:
         if "experiment.json" in (*files, *folders):
             folders[:] = [name for name in folders if name != "checkpoints"]
             rows.append(_read_row(Path(folder)))
-    rows += [Row(name=str(e.filename), status="damaged", problem=f"cannot be read: {e.strerror}") for e in unreadable]
+    rows += [Row(name=str(e.filename), status="damaged", problem=f"cannot be read: {reason_of(e)}") for e in unreadable]
     return sorted(rows, key=lambda row: row.name)
 
 
