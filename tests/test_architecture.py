@@ -56,6 +56,7 @@ LAYER_ROWS = [
 # The only modules that may import a package.
 HOMES = {
     "orbax": ["runs.checkpoint"],
+    "etils": ["runs.checkpoint"],
     "grain": ["data.pipeline"],
     "tokenizers": ["data.tokenizer"],
     "jinja2": ["data.render"],

@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +29,7 @@ import jax
 from flax import struct
 
 from jaxgpt.errors import CheckpointSaveError, UserError, reason_of, shell_line
-from jaxgpt.files import json_sha256, write_whole
+from jaxgpt.files import json_sha256, read_bytes, write_whole
 from jaxgpt.parallel import multihost
 from jaxgpt.train import Params, SkipState, TrainState
 
@@ -42,6 +43,7 @@ TRAINED = "trained"  # in REST: the parameters that are trained, where `OptimCon
 # Bytes to read or write concurrently, or the largest array, or a sixteenth of all, whichever is most. Without a limit
 # Orbax copies and compresses all arrays at once: another model in memory.
 AT_ONCE = 2**26
+LARGEST_MANIFEST = 2**28  # bytes to read: of about a million arrays
 DTYPES = ("float32", "bfloat16", "float16")  # that parameters are saved in
 
 
@@ -68,10 +70,18 @@ class Checkpoints:
         directory: `RUN/checkpoints`, which need not exist.
         keep_last: how many of the last checkpoints to keep. The best is kept as well.
         keep_every: keep the multiples of this many steps as well. None means no others.
+
+    Raises:
+        UserError: if TensorStore cannot open files at such a path.
     """
 
     def __init__(self, directory: Path, *, keep_last: int = 1, keep_every: int | None = None):
         self._directory = directory.absolute()
+        if re.search(r"[\\\ud800-\udfff]", self._directory.as_posix()):
+            where = f"{self._directory}: its path has a backslash or is not UTF-8"
+            raise UserError(
+                f"{where}, so that TensorStore would write elsewhere: rename that directory, or name another"
+            )
         self._keep_last, self._keep_every = keep_last, keep_every
         self._writer: ocp.AsyncCheckpointer | None = None
         self._pool: ThreadPoolExecutor | None = None
@@ -89,18 +99,18 @@ class Checkpoints:
     def manifest(self, step: int) -> dict[str, Any]:
         """Return what was written with a checkpoint: `val_loss`, `arrays`, `files` and others.
 
-        Raises `CorruptCheckpoint` if it was changed.
+        Raises `CorruptCheckpoint` if it was changed, or if a field has another type than is written.
         """
         path = self._directory / str(step) / MANIFEST
         try:
-            raw = path.read_bytes()
-        except OSError as e:
-            raise CorruptCheckpoint(f"{path} cannot be read: {e.strerror}") from None
+            raw = read_bytes(path, LARGEST_MANIFEST)
+        except UserError as e:
+            raise CorruptCheckpoint(str(e)) from None
         with contextlib.suppress(ValueError, RecursionError, AttributeError):
             body = json.loads(raw)
-            if body.pop("sha256", None) and _render(body).encode() == raw:
+            if body.pop("sha256", None) and _render(body).encode() == raw and _is_manifest(body):
                 return body
-        raise CorruptCheckpoint(f"{path} is not what was written: its own SHA-256 does not match")
+        raise CorruptCheckpoint(f"{path} is not what was written: its own SHA-256 does not match, or a field's type")
 
     def val_loss(self, step: int) -> float | None:
         """Return the validation loss of a step in nats per token. None if not measured, or if the manifest is damaged."""
@@ -122,8 +132,10 @@ class Checkpoints:
 
     def verify(self, step: int) -> None:
         """Raise `CorruptCheckpoint` for the first file of a checkpoint that is not what was saved."""
-        directory, stated = self._directory / str(step), self.manifest(step)["files"]
-        found = _measure(directory)
+        directory, manifest = self._directory / str(step), self.manifest(step)
+        found, stated = _measure(directory), manifest["files"]
+        if lost := _find_unmerged(manifest):
+            raise CorruptCheckpoint(f"{directory} was saved without {lost}")
         for name, (size, digest) in stated.items():
             if [size, digest] != found.get(name):
                 raise CorruptCheckpoint(f"{directory / name} is not what was saved: {size:,} bytes, SHA-256 {digest}")
@@ -195,7 +207,7 @@ class Checkpoints:
             if is_first:
                 partial.mkdir(parents=True)
             args = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
-            self._writer.save(partial / "state", args=ocp.args.Composite(**args))
+            self._writer.save(_literal(partial / "state"), args=ocp.args.Composite(**args))
         except Exception as e:
             raise self._fail(step, e) from None
         if is_first:
@@ -210,7 +222,10 @@ class Checkpoints:
         try:
             assert self._writer is not None
             self._writer.wait_until_finished()
-            write_whole(partial / MANIFEST, _render({**about, "files": _measure(partial)}))
+            about["files"] = _measure(partial)
+            if lost := _find_unmerged(about):
+                raise FileNotFoundError(f"Orbax has not written {partial / lost}")
+            write_whole(partial / MANIFEST, _render(about))
             for path in (*partial.rglob("*"), partial):
                 _sync(path)
             if step in self.steps():
@@ -289,7 +304,7 @@ class Checkpoints:
         like = {name: jax.tree.map(ocp.utils.to_shape_dtype_struct, tree) for name, tree in like.items()}
         args = ocp.args.Composite(**{name: ocp.args.StandardRestore(tree) for name, tree in like.items()})
         with ocp.Checkpointer(_handler(like)) as reader:
-            restored: Any = reader.restore(directory / "state", args=args)
+            restored: Any = reader.restore(_literal(directory / "state"), args=args)
         return {name: _rename_heads(restored[name], arrays[name], back=True) for name in like}
 
 
@@ -345,6 +360,38 @@ def _rename_heads(tree: Any, saved: dict[str, str], *, back: bool = False) -> An
         return x | {"lm_head": {"kernel": head} if back else head["kernel"] if isinstance(head, dict) else head}
 
     return jax.tree.map(rename, tree, is_leaf=lambda x: isinstance(x, dict) and "lm_head" in x)
+
+
+def _literal(directory: Path) -> Any:
+    """Return a path for Orbax, which finds the files of each process by `glob`: etils's takes [1] in a name as a pattern."""
+    from etils import epath
+
+    class LiteralPath(type(epath.Path())):
+        def glob(self, pattern: str) -> Iterator[Any]:
+            return map(type(self), Path(self).glob(pattern))
+
+    return LiteralPath(directory)
+
+
+def _is_manifest(body: dict[str, Any]) -> bool:
+    """Return whether the fields of a manifest that are read have the types that are written."""
+    match body:
+        case {
+            "format": int(form),
+            "val_loss": None | float(),
+            "arrays": {"params": dict(params), "rest": dict(rest)},
+            "files": dict(files),
+        }:
+            are_texts = all(isinstance(x, str) for x in (*params.values(), *rest.values()))
+            measured = [isinstance(x, list) and [type(part) for part in x] == [int, str] for x in files.values()]
+            return form == FORMAT and are_texts and all(measured)
+    return False
+
+
+def _find_unmerged(manifest: dict[str, Any]) -> str | None:
+    """Return the file without which a checkpoint cannot be read, although Orbax saved it without an error."""
+    merged = (f"state/{name}/manifest.ocdbt" for name in (PARAMS, REST) if manifest["arrays"][name])
+    return next((name for name in merged if name not in manifest["files"]), None)
 
 
 def _finite(loss: float | None) -> float | None:

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import itertools
+import json
 import os
 import random
 import shutil
@@ -20,7 +22,7 @@ from jaxgpt.errors import CheckpointSaveError, UserError
 from jaxgpt.fitting import fit
 from jaxgpt.optim import make_optimizer
 from jaxgpt.run import load
-from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.checkpoint import Checkpoints, _render
 from jaxgpt.runs.directory import lock_run, read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.train import TrainState, init_skip_state
@@ -87,13 +89,77 @@ def found(directory, which="last"):
         return Checkpoints(directory).latest_valid(which), [str(w.message) for w in said]
 
 
-def test_what_is_saved_is_what_is_read(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["plain", "run[1]", "[!a]", "**", "a*?", "[a"])
+def test_what_is_saved_is_what_is_read(tmp_path, monkeypatch, name):
+    """Whatever the name of a directory means to `glob`, by which Orbax finds the files of each process."""
+    tmp_path /= name
+    save(tmp_path.with_name("runs1" if name == "a*?" else "run1"), [1])
     monkeypatch.setattr("jaxgpt.runs.checkpoint.AT_ONCE", 0)  # less than an array has
     checkpoints = save(tmp_path, [1, 2], keep_last=2)
     assert found(tmp_path) == (2, [])
     chex.assert_trees_all_equal(checkpoints.restore(2, small_state(2)), small_state(2))
     about = checkpoints.manifest(2)
     assert about["step"] == 2 and about["jaxgpt"] and about["arrays"]["params"] == {"['a']['kernel']": "float32[16,16]"}
+
+
+@pytest.mark.parametrize("name", ["back\\slash", "not_utf_8_\udcff"])
+def test_a_path_that_tensorstore_cannot_open_is_refused_before_anything_is_written(tmp_path, name):
+    with pytest.raises(UserError, match="a backslash or is not UTF-8.*: rename that directory"):
+        Checkpoints(tmp_path / name)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_save_without_its_merged_manifest_has_failed(tmp_path, monkeypatch, damaged):
+    """Orbax only logs when it finds nothing to merge. A checkpoint that was saved so is passed over."""
+    monkeypatch.setattr("jaxgpt.runs.checkpoint._literal", lambda directory: directory)
+    with pytest.raises(CheckpointSaveError, match=r"step 1 could not be saved.*params/manifest\.ocdbt"):
+        save(tmp_path / "[1]", [1])
+    assert not Checkpoints(tmp_path / "[1]").steps()
+    edit_manifest(damaged / "2", lambda body: body["files"].pop("state/rest/manifest.ocdbt"))
+    (damaged / "2" / "state" / "rest" / "manifest.ocdbt").unlink()
+    step, (said,) = found(damaged)
+    assert step == 1 and "was saved without state/rest/manifest.ocdbt" in said
+
+
+def edit_manifest(checkpoint, change):
+    """Change a manifest and seal it again, as somebody who sends a run could."""
+    path = checkpoint / "manifest.json"
+    body = json.loads(path.read_bytes())
+    del body["sha256"]
+    change(body)
+    path.write_text(_render(body))
+
+
+NOT_THESE = [None, True, -1, 10**400, 0.5, "x", [], [1], ["x", 1], {}, {"x": []}]  # JSON of many types
+
+
+def test_a_sealed_manifest_of_other_types_is_damage_in_words(run):
+    """Any value in any field: the run is loaded, or a line says that its checkpoint is damaged or does not fit."""
+    checkpoint = run / "checkpoints" / "4"
+    shutil.rmtree(run / "checkpoints" / "2")
+    whole = (checkpoint / "manifest.json").read_bytes()
+    fields = [*[(name,) for name in json.loads(whole)][:-1], ("arrays", "params"), ("arrays", "rest")]
+    fields += [("arrays", "params", "['wte']['embedding']"), ("files", "state/params/manifest.ocdbt")]
+    for field, value in itertools.product(fields, NOT_THESE):
+
+        def put(body, field=field, value=value):
+            for name in field[:-1]:
+                body = body[name]
+            body[field[-1]] = value
+
+        (checkpoint / "manifest.json").write_bytes(whole)
+        edit_manifest(checkpoint, put)
+        checkpoints = Checkpoints(run / "checkpoints")
+        checkpoints.val_loss(4)
+        try:
+            assert checkpoints.latest_valid("best") == 4
+            checkpoints.restore(4, small_state(4))
+        except UserError as e:
+            assert str(checkpoint) in str(e), (field, value, e)
+    (checkpoint / "manifest.json").unlink()
+    os.mkfifo(checkpoint / "manifest.json")
+    with pytest.raises(UserError, match="manifest.json is a pipe"):
+        load(run)
 
 
 def test_every_flipped_bit_is_found_and_its_file_named(damaged):
