@@ -27,13 +27,22 @@ from jaxgpt.parallel.multihost import check_replicas, watch
 from jaxgpt.parallel.signals import catch_signals
 from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.run import Run, load_run
-from jaxgpt.runs.autopsy import write_autopsy
 from jaxgpt.runs.code import is_trusting, with_classes_of
-from jaxgpt.runs.directory import RUNS, extend_metadata, is_resumable, is_run, lock_run, read_metadata, write_metadata
+from jaxgpt.runs.directory import (
+    RUNS,
+    clear_beginning,
+    extend_metadata,
+    has_steps,
+    is_resumable,
+    is_run,
+    lock_run,
+    read_metadata,
+    write_metadata,
+)
 from jaxgpt.runs.log import RunLog
 from jaxgpt.runs.metrics import plot_losses, rewind_metrics
 from jaxgpt.runs.training import Training, open_training
-from jaxgpt.train import NOT_FINITE, Metrics, TrainState, why_skipped
+from jaxgpt.train import Metrics, TrainState, why_skipped
 
 
 def fit(
@@ -88,8 +97,9 @@ def fit(
         def open_directory() -> int:
             stack.enter_context(lock_run(directory, fresh))
             if recorded is None:
-                if is_run(directory):
+                if is_run(directory) and has_steps(directory):
                     raise UserError(f"another process has just started {directory}: to resume it, run this again")
+                clear_beginning(directory)
                 weights, dataset = None if training.weights is None else training.weights(), training.dataset
                 if weights is not None:
                     keep_companions(weights.directory, directory)
@@ -115,7 +125,7 @@ def fit(
         state, batches = training.restore_or_init(start), training.batches(start)
         log = RunLog(training, start, callbacks, show=progress and is_first)
         compared = start  # the last step after which the copies of the state on several devices were compared
-        is_examined = is_lost = False  # whether a step that is not finite was examined, and whether a process is lost
+        is_lost = False  # whether a process is lost
         numbers = itertools.count(start + 1)
 
         def take_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
@@ -132,19 +142,11 @@ def fit(
             compared = step
 
         def on_metrics(step: int, metrics: Metrics, state: TrainState, later: Sequence[Metrics]) -> None:
-            nonlocal is_examined
             if "checksums" in metrics:
                 compare(step, metrics["checksums"])
-            if not int(metrics["in_a_row"]):  # the step was taken
-                return
-            why = why_skipped(metrics)
-            if int(metrics["skipped"]) == NOT_FINITE and not is_examined:
-                is_examined = True
-                if is_first:
-                    watchdog.beat(step, slow=True)
-                    with log.clock.paused():
-                        why = write_autopsy(training, state=state, step=step, metrics=metrics, later=later)
-            log.say(f"step {step} skipped: {why}")
+            if int(metrics["in_a_row"]):  # the step was skipped
+                command = shell_line("jaxgpt", "replay", directory, "--step", step)
+                log.say(f"step {step} skipped: {why_skipped(metrics)}. To see where it arises: {command}")
 
         def validate(step: int, state: TrainState) -> float | None:
             def watched(windows: Iterator[Batch]) -> Iterator[Batch]:
@@ -176,51 +178,52 @@ def fit(
         def stop(step: int | None) -> str | None:
             if step is not None:
                 checkpoints.raise_if_failed()
-            return caught(step)
+            if (signal := caught(step)) is not None:
+                log.say(f"{signal}: stopping as soon as the progress is saved; a second signal stops at once")
+            return signal
 
         try:
             for line in introduction(training, start):
                 log.say(line)
-            with catch_signals() as caught:
-                losses = map(checkpoints.val_loss, checkpoints.steps())  # unlike metrics.jsonl, these have checksums
-                best = min((loss for loss in losses if loss is not None), default=math.inf)
-                is_measured = any(line["step"] == start and "val_loss" in line for line in log.lines)
-                is_due = start and loop.is_eval_step(start, config) and not is_measured  # a signal had interrupted it
-                if is_due and (val_loss := validate(start, state)) is not None:
-                    if is_first:
-                        checkpoints.set_val_loss(start, val_loss)
-                    val_loss = loop.log_validation(log, start, val_loss, config)
-                    best = best if val_loss is None else min(best, val_loss)
-                is_new = progress and training.weights is not None and not start
-                if is_new and (before := validate(start, state)) is not None:
-                    log.say(f"validation loss of these weights, before the first step: {before:.4f}")
-                if (signal := caught(None)) is not None:
-                    raise Preempted(f"{signal}: step {start} of {config.steps} is saved")
-                loop.train(
-                    take_step,
-                    state,
-                    batches,
-                    config=config,
-                    key=training.dropout_key,
-                    max_skipped=experiment.optim.max_skipped,
-                    start=start,
-                    best=best,
-                    log=log,
-                    validate=validate,
-                    save=save,
-                    stop=stop,
-                    on_metrics=on_metrics,
-                    agree=lambda number: multihost.on_process_0(lambda: number),
-                )
-                checkpoints.wait()
+            caught = stack.enter_context(catch_signals())  # until the last save is done
+            losses = map(checkpoints.val_loss, checkpoints.steps())  # unlike metrics.jsonl, these have checksums
+            best = min((loss for loss in losses if loss is not None), default=math.inf)
+            is_measured = any(line["step"] == start and "val_loss" in line for line in log.lines)
+            is_due = start and loop.is_eval_step(start, config) and not is_measured  # a signal had interrupted it
+            if is_due and (val_loss := validate(start, state)) is not None:
+                if is_first:
+                    checkpoints.set_val_loss(start, val_loss)
+                val_loss = loop.log_validation(log, start, val_loss, config)
+                best = best if val_loss is None else min(best, val_loss)
+            is_new = progress and training.weights is not None and not start
+            if is_new and (before := validate(start, state)) is not None:
+                log.say(f"validation loss of these weights, before the first step: {before:.4f}")
+            if (signal := caught(None)) is not None:
+                raise Preempted(f"{signal}: step {start} of {config.steps} is saved")
+            loop.train(
+                take_step,
+                state,
+                batches,
+                config=config,
+                key=training.dropout_key,
+                max_skipped=experiment.optim.max_skipped,
+                start=start,
+                best=best,
+                log=log,
+                validate=validate,
+                save=save,
+                stop=stop,
+                on_metrics=on_metrics,
+                agree=lambda number: multihost.on_process_0(lambda: number),
+            )
+            checkpoints.wait()
         except Preempted as e:
             checkpoints.wait()
             raise Preempted(f"{e}. To continue: {shell_line('jaxgpt', 'train', '--run-dir', directory)}") from None
         except Diverged as e:
             remedy = "Start over (--fresh) and lower --optim.learning-rate, or raise --optim.warmup-steps"
-            autopsy = f" Autopsy in {directory / 'autopsy'}." if (directory / "autopsy").is_dir() else ""
             last = f"The last checkpoint is step {checkpoints.last() or 'none'}."
-            raise Diverged(f"{e}. {remedy}.{autopsy} {last}") from None
+            raise Diverged(f"{e}. {remedy}. {last}") from None
         except Exception as e:
             is_lost = multihost.is_multiprocess() and not isinstance(e, RaisedOnAllProcesses)
             raise

@@ -52,14 +52,12 @@ def train(
 
     from jaxgpt.fitting import fit
     from jaxgpt.parallel.multihost import ProcessLost, ReplicasDiffer, exit_now, is_process_0
-    from jaxgpt.parallel.signals import second_leaves_at_once
 
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1)  # prints the stacks of a run that hangs
     began = time.monotonic()
     try:
-        with second_leaves_at_once(say):
-            run = fit(experiment, run_dir, fresh=fresh, extend=extend or None, callbacks=callbacks)
+        run = fit(experiment, run_dir, fresh=fresh, extend=extend or None, callbacks=callbacks)
     except (Preempted, Diverged, ReplicasDiffer) as e:
         if is_process_0():
             say(str(e))

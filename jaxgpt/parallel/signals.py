@@ -3,8 +3,8 @@
 import contextlib
 import os
 import signal
+import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 from jax.experimental import multihost_utils
@@ -19,7 +19,10 @@ Stop = Callable[[int | None], str | None]
 
 @contextlib.contextmanager
 def catch_signals() -> Iterator[Stop]:
-    """Catch the first Ctrl-C or SIGTERM, and restore the previous handlers for the second."""
+    """Catch the first Ctrl-C or SIGTERM. A second one ends the process at once, without Python's help.
+
+    In an interactive session, such as a notebook, the second one has its usual effect instead.
+    """
     caught: list[str] = []  # signals that this process has caught
     several = multihost.is_multiprocess()
 
@@ -35,12 +38,9 @@ def catch_signals() -> Iterator[Stop]:
     # With several processes, JAX handles SIGTERM and notifies all of them, if no other handler is installed.
     before = {number: signal.getsignal(number) for number in (STOP_SIGNALS[:1] if several else STOP_SIGNALS)}
 
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
     def on_signal(number: int, frame: object) -> None:
-        restore()
+        for each, handler in before.items():
+            signal.signal(each, handler if hasattr(sys, "ps1") else signal.SIG_DFL)
         if several:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
@@ -51,38 +51,5 @@ def catch_signals() -> Iterator[Stop]:
     try:
         yield stop
     finally:
-        restore()
-
-
-@contextlib.contextmanager
-def second_leaves_at_once(say: Callable[[str], None]) -> Iterator[None]:
-    """Acknowledge the first signal to a command, by `say`, and end the process on the second.
-
-    A thread does both, because Python's handlers run only after the main thread has left a compilation or a step.
-    """
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-
-    def watch() -> None:
-        is_first = True
-        while number := os.read(read, 1):
-            if number[0] not in STOP_SIGNALS:
-                continue
-            name = signal.Signals(number[0]).name
-            if not is_first:
-                say(f"{name}: stopped at once without saving. Finished checkpoints are intact.")
-                os._exit(128 + number[0])
-            say(f"{name}: stopping as soon as the progress is saved; a second signal stops at once")
-            is_first = False
-
-    threading.Thread(target=watch, daemon=True, name="signals").start()
-    try:
-        yield
-    except KeyboardInterrupt as e:
-        if type(e) is KeyboardInterrupt:  # perhaps by a second signal: then the thread ends the process meanwhile
-            time.sleep(0.5)
-        raise
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(write)  # ends the thread
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -49,14 +50,30 @@ def is_run(directory: Path) -> bool:
 
 
 def is_resumable(directory: Path, fresh: bool) -> bool:
-    """Return whether to resume the run in a directory. Raises `UserError` for a directory with something else in it."""
+    """Return whether to resume the run in a directory. A run that has taken no step is begun anew instead.
+
+    Raises `UserError` for a directory with something else in it.
+    """
     if is_run(directory):
-        return not fresh
+        return not fresh and has_steps(directory)
     if is_there(directory, "Name another directory with --run-dir.") and not (
         directory.is_dir() and all(BEGINNINGS.fullmatch(path.name) for path in directory.iterdir())
     ):
         raise UserError(f"{directory} exists and is not a run directory: name another with --run-dir")
     return False
+
+
+def has_steps(directory: Path) -> bool:
+    """Return whether a run has logged or saved a step."""
+    metrics, checkpoints = directory / "metrics.jsonl", directory / "checkpoints"
+    return (metrics.is_file() and metrics.stat().st_size > 0) or any(checkpoints.glob("*"))
+
+
+def clear_beginning(directory: Path) -> None:
+    """Remove what a run wrote before its first step, but for the lock."""
+    for path in directory.iterdir():
+        if path.name != LOCK and BEGINNINGS.fullmatch(path.name):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def find_run(run: str | Path | None) -> Path:
