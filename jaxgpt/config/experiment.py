@@ -11,13 +11,13 @@ from jaxgpt.config.training import MAX_NEW_TOKENS as MAX_NEW_TOKENS
 from jaxgpt.config.training import OptimConfig, TrainConfig
 from jaxgpt.config.validate import (
     LARGEST_SIZE,
+    Checked,
     Interval,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Size,
-    check_fields,
     nearest,
     short,
 )
@@ -36,7 +36,7 @@ AxisSize = Annotated[int, Interval(ge=-1, le=LARGEST_SIZE)]  # size of a mesh ax
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Checked):
     """The data and the tokenizer.
 
     >>> DataConfig(path="chats.jsonl", tokenizer="byte").is_chat
@@ -53,7 +53,7 @@ class DataConfig:
     val_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.1
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         for name in ("path", "tokenizer"):
             if getattr(self, name) == "":
                 raise UserError(f"data.{name} is empty: name one, or leave the option out")
@@ -96,7 +96,7 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig:
+class ObjectiveConfig(Checked):
     """What training minimises: the cross-entropy of the next token. A subclass may minimise something else.
 
     >>> Experiment(name="mine", objective=ObjectiveConfig()).objective.unit
@@ -113,7 +113,7 @@ class ObjectiveConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoraConfig:
+class LoraConfig(Checked):
     """Low-rank adapters (arXiv:2106.09685). With a rank, only they are trained, on the weights of train.init_from.
 
     >>> train = TrainConfig(init_from="gpt2")
@@ -129,13 +129,13 @@ class LoraConfig:
     frozen: Literal["float32", "int8"] = "float32"
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if not self.targets:
             raise UserError("lora.targets is empty: name matrices that shall have adapters, such as q v")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(Checked):
     """The hardware, and how the run uses it: never part of the experiment's identity.
 
     >>> parallel = ParallelConfig(strategy="mesh", fsdp=4, micro_batch_size=8)
@@ -168,7 +168,7 @@ class ParallelConfig:
     check_replicas_every: PositiveInt | None = 100
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         sizes = (self.data, self.fsdp, self.tensor)
         if 0 in sizes or sizes.count(-1) > 1:
             given = f"data={self.data}, fsdp={self.fsdp}, tensor={self.tensor}"
@@ -183,7 +183,7 @@ class ParallelConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Experiment:
+class Experiment(Checked):
     """Everything that determines the result of a run.
 
     >>> experiment = Experiment(name="mine", model=GPTConfig(n_layer=4))
@@ -200,7 +200,7 @@ class Experiment:
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if not self.name.replace("-", "").replace("_", "").isalnum() or len(self.name.encode()) > 200:
             raise UserError(f"name={short(self.name)}: needs letters, digits, '-' and '_' only, at most 200 bytes")
         if self.lora.rank is not None and self.train.init_from is None:

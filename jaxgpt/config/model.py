@@ -5,21 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from jaxgpt.config.validate import (
     LARGEST_SIZE,
+    Checked,
     Count,
     Fraction,
     Interval,
     PositiveFloat,
     Size,
-    check_fields,
     nearest_multiples,
 )
 from jaxgpt.errors import UserError
 
 if TYPE_CHECKING:
+    import jax
     from flax import linen as nn
 
     from jaxgpt.layers.block import Compute
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GPTConfig:
+class GPTConfig(Checked):
     """The architecture, in the names of GPT-2. Other model families use the same layers with different settings.
 
     It builds the model that it describes: a subclass that overrides one of the `make_` methods is another architecture,
@@ -95,7 +97,7 @@ class GPTConfig:
     remat: Literal["none", "dots", "full"] = "none"
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if self.head_dim is None and self.n_embd % self.n_head:
             near = f"take n_embd={nearest_multiples(self.n_embd, self.n_head)}, or other heads"
             raise UserError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: {near}")
@@ -235,12 +237,19 @@ class GPTConfig:
         return MLP(
             hidden=c.mlp_dim,
             activation=c.activation,
+            function=c.make_activation(),
             use_bias=c.bias,
             dropout=c.dropout,
             kernel_init=c.make_kernel_init(),
             residual_init=c.make_residual_init(),
             dtype=compute.dtype,
         )
+
+    def make_activation(self) -> Callable[[jax.Array], jax.Array]:
+        """Return the nonlinearity of the MLPs, or of their gates: it maps each number on its own."""
+        from jaxgpt.layers.mlp import ACTIVATIONS
+
+        return ACTIVATIONS[self.activation]
 
     def make_norm(self, *, first_scale: float = 1.0) -> nn.Module:
         """Return a norm of the residual stream: x_BTD -> x_BTD. first_scale: the initial value of its scale."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxgpt.config.validate import field_hints, short, suggest
+from jaxgpt.config.validate import check_json, field_hints, short, suggest
 from jaxgpt.errors import UserError
 
 T = TypeVar("T")
@@ -24,15 +24,9 @@ def to_dict(config: Any) -> dict[str, Any]:
     values: dict[str, Any] = {} if cls.__module__.startswith("jaxgpt.") else {"class": class_name(cls)}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if not (dataclasses.is_dataclass(value) or _is_json(value)):
-            needed = "a number, a text, true or false, None, or a tuple of them"
-            raise UserError(f"{cls.__name__}.{field.name}={short(value)}: experiment.json needs {needed}")
+        check_json(f"{cls.__name__}.{field.name}", value)
         values[field.name] = to_dict(value) if dataclasses.is_dataclass(value) else value
     return values
-
-
-def _is_json(value: Any) -> bool:
-    return isinstance(value, str | int | float | None) or (isinstance(value, tuple) and all(map(_is_json, value)))
 
 
 def from_dict(

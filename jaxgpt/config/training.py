@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from jaxgpt.config.validate import (
     LARGEST_SIZE,
+    Checked,
     Fraction,
     Interval,
     NonNegativeFloat,
@@ -14,7 +15,6 @@ from jaxgpt.config.validate import (
     PositiveFloat,
     PositiveInt,
     Size,
-    check_fields,
 )
 from jaxgpt.errors import UserError
 
@@ -30,7 +30,7 @@ Decay = Annotated[float, Interval(ge=0, lt=0.999999)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimConfig:
+class OptimConfig(Checked):
     """The optimiser and its schedule.
 
     >>> optim = OptimConfig(name="muon", learning_rate=3e-3, schedule="wsd")
@@ -61,7 +61,7 @@ class OptimConfig:
     max_skipped: PositiveInt = 10  # steps skipped in a row, as spikes or as not finite, after which the run ends
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         for name in ("learning_rate", "muon_learning_rate")[: 1 + (self.name == "muon")]:
             rate = getattr(self, name)
             decayed = self.weight_decay * rate
@@ -95,7 +95,7 @@ class OptimConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Checked):
     """The training loop. A step is one optimiser step, whatever the devices and the accumulation.
 
     >>> train = TrainConfig(steps=600, batch_size=16, eval_every=100)
@@ -124,6 +124,6 @@ class TrainConfig:
     sample_temperature: NonNegativeFloat = 0.8  # temperature of the sample at the end
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if self.init_from == "":
             raise UserError("train.init_from is empty: name a run or a model, or leave the option out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -92,6 +93,42 @@ def field_hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)
 
 
+class Checked:
+    """The base of all configurations. Their fields are checked: names when a class is defined, values at construction."""
+
+    def __init_subclass__(cls) -> None:
+        """Raise `UserError` for a field that hides a method or a property, and for what hides a field."""
+        annotated = inspect.get_annotations(cls)
+        for name in dict.fromkeys((*annotated, *(name for name in vars(cls) if not name.startswith("__")))):
+            for base in (base for base in cls.__mro__[1:] if name in (*vars(base), *inspect.get_annotations(base))):
+                old, new = vars(base).get(name), vars(cls).get(name)
+                hidden = f"{cls.__name__}.{name} hides {base.__name__}.{name}"
+                if name in getattr(base, "__dataclass_fields__", {}):
+                    if name not in annotated:
+                        raise UserError(f"{hidden}, which is a field: write its type too, or give it another name")
+                elif hasattr(old, "__get__") and (
+                    name in annotated or not (callable(new) or isinstance(old, property))
+                ):
+                    raise UserError(f"{hidden}{'()' * callable(old)}: give it another name")
+                break
+
+    def __post_init__(self) -> None:
+        """Check the values. A subclass that checks more calls this first."""
+        check_fields(self)
+        for name in field_hints(type(self)):
+            check_json(f"{type(self).__name__}.{name}", getattr(self, name))
+
+
+def check_json(name: str, value: Any) -> None:
+    """Raise `UserError` for a value that experiment.json cannot hold. A configuration has been checked itself."""
+    if isinstance(value, tuple):
+        for each in value:
+            check_json(name, each)
+    elif not (isinstance(value, str | int | float | None) or dataclasses.is_dataclass(value)):
+        needed = "a number, a text, true or false, None, or a tuple of them. A method may return anything"
+        raise UserError(f"{name}={short(value)}: experiment.json needs {needed}")
+
+
 def check_fields(config: Any) -> None:
     """Check each field in the `__post_init__` of a frozen dataclass. Convert NumPy and JAX scalars to Python's."""
     cls = type(config)
@@ -144,7 +181,7 @@ def _is_a(value: Any, hint: Any) -> bool:
         return isinstance(value, tuple) and len(value) == len(hints) and all(map(_is_a, value, hints))
     if hint in (float, int):  # an int is a fine learning rate, and True is not
         return isinstance(value, int | hint) and not isinstance(value, bool)
-    return isinstance(value, hint)
+    return hint is Any or isinstance(value, origin or hint)
 
 
 def _describe(hint: Any) -> str:
@@ -159,4 +196,4 @@ def _describe(hint: Any) -> str:
         each = [_describe(argument) for argument in arguments if argument is not ...]
         return f"a list, of each {each[0]}" if ... in arguments else " and ".join(each)
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    return names.get(hint, "nothing (None)" if hint is type(None) else hint.__name__)
+    return names.get(hint, "nothing (None)" if hint is type(None) else getattr(hint, "__name__", str(hint)))

@@ -40,7 +40,8 @@ class MLP(nn.Module):
     """x_BTD -> x_BTD, each token separately: `c_proj(act(c_fc(x)))`, or gated `c_proj(act(c_gate(x)) * c_fc(x))`."""
 
     hidden: int  # number of hidden units, F
-    activation: str = "gelu_tanh"  # name of the nonlinearity: a key of `ACTIVATIONS`
+    activation: str = "gelu_tanh"  # name of the nonlinearity: a key of `ACTIVATIONS`. With glu in it there is a gate
+    function: Callable[[jax.Array], jax.Array] | None = None  # the nonlinearity. None means that of the name
     use_bias: bool = True  # the layers have biases
     dropout: float = 0.0  # dropout rate of the output
     kernel_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)  # initial c_fc and c_gate
@@ -51,7 +52,7 @@ class MLP(nn.Module):
     def __call__(self, x_BTD: jax.Array, *, train: bool = False) -> jax.Array:
         """Return x_BTD after the network, with dropout in training."""
         project = functools.partial(Dense, use_bias=self.use_bias, dtype=self.dtype)
-        act = ACTIVATIONS[self.activation]
+        act = self.function or ACTIVATIONS[self.activation]
         h_BTF = project(self.hidden, kernel_init=self.kernel_init, name="c_fc")(x_BTD)
         if "glu" in self.activation:
             h_BTF = act(project(self.hidden, kernel_init=self.kernel_init, name="c_gate")(x_BTD)) * h_BTF
