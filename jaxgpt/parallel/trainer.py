@@ -16,7 +16,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.head_loss import chunked_next_token_loss, fused_next_token_loss
 from jaxgpt.layers.block import NO_SHARDING, Compute
 from jaxgpt.loop import IN_FLIGHT
-from jaxgpt.lora import freeze, init_adapters, join_adapters, thawed_shapes, with_adapters
+from jaxgpt.lora import freeze, init_adapters, join_adapters, thaw, thawed_shapes, with_adapters
 from jaxgpt.loss import HeadLoss
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import PEAKS, ComputeOptions, compute_options, count_parameters, product_options
@@ -158,6 +158,19 @@ def _check_adapters(model: GPT, adapters: Params) -> None:
             raise UserError(
                 f"lora.targets has {'/'.join(names)}: only jaxgpt.layers.linear.Dense adds adapters to its kernel"
             )
+
+
+def gather_params(trainer: Trainer, state: TrainState, merge: Callable[..., Params] | None = None) -> Params | None:
+    """Gather the parameters of the model on one device. Return None if this process holds only shards of them.
+
+    merge: joins adapters and frozen parameters. It runs after the gathering, since one process cannot launch a program
+    over all devices. None puts each adapter next to its kernel, in float32.
+    """
+    held, device = (state.params, state.frozen_params), jax.local_devices()[0]
+    if not all(x.is_fully_addressable or x.is_fully_replicated for x in jax.tree.leaves(held)):
+        return None
+    held = jax.tree.map(lambda x: jax.device_put(x.addressable_data(0) if x.is_fully_replicated else x, device), held)
+    return thaw(trainer.merge(*held)) if merge is None else merge(*held)
 
 
 def mean_loss(eval_step: Callable, params: Params, batches: Iterable[Batch]) -> tuple[float, int]:

@@ -1,11 +1,10 @@
-"""Write the autopsy of a non-finite step: its batch, and the first module with an output that is not finite."""
+"""Repeat a step that was not finite, and find the first module with an output that is not finite."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,16 +13,13 @@ import numpy as np
 from flax import linen as nn
 
 from jaxgpt.batch import Batch
-from jaxgpt.errors import first_line, shell_line
-from jaxgpt.files import render_json, write_whole
 from jaxgpt.layers.block import NO_SHARDING
 from jaxgpt.lora import with_adapters
 from jaxgpt.parallel.trainer import Trainer
-from jaxgpt.runs.training import Training, gather_params
+from jaxgpt.runs.code import place_of
 from jaxgpt.sample.quantize import unstack_layers
-from jaxgpt.train import Metrics, Params, TrainState, why_skipped
+from jaxgpt.train import Params
 
-MOST_ROWS = 32  # rows of a batch in a report. The others can be computed from data, seed and step
 LARGEST_NORM = float(np.finfo(np.float32).max) ** 0.5
 
 
@@ -32,6 +28,7 @@ class NonFiniteReport:
     """First non-finite output, and the norms, of one step. A layer is a group of parameters: wte, h_0, ..."""
 
     first: str | None  # what computed the first non-finite value from finite ones. None means that all were finite
+    culprit: str | None  # file, line and name of the class that did, if it is a user's own
     parameter_norms: dict[str, float]  # by layer
     gradient_norms: dict[str, float]  # by layer, of the mean loss
     bad_parameters: tuple[str, ...]  # paths of parameters with non-finite values, such as h_0/mlp/c_fc/kernel
@@ -48,7 +45,8 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
     attention_fn = trainer.options.attention_fn
     plain = trainer.model.clone(config=config, attention_fn=attention_fn, sharding=NO_SHARDING, parent=None)
     model, params = unstack_layers(plain, params)
-    names: list[str] = []  # modules called, in the order in which they return: the inner one of two is blamed
+    # Modules called, and their classes, in the order in which they return: the inner one of two is blamed.
+    called: list[tuple[str, type]] = []
 
     def is_finite(tree: Any) -> jax.Array:
         arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
@@ -56,14 +54,14 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
         return jnp.asarray([jnp.isfinite(x).all() for x in floats]).all()  # also if there are none
 
     def loss(params: Params, micro: Batch, key: jax.Array) -> Any:
-        names.clear()
+        called.clear()
         flags = []  # (inputs finite, outputs finite) of each call
 
         def watch(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
             out = call(*args, **kwargs)
             name = "/".join(context.module.path) or "the model itself, between its modules"
             method = "" if context.method_name == "__call__" else f".{context.method_name}"
-            names.append(f"{name} ({type(context.module).__name__}{method})")
+            called.append((f"{name} ({type(context.module).__name__}{method})", type(context.module)))
             flags.append(jnp.stack([is_finite((args, kwargs)), is_finite(out)]))
             return out
 
@@ -72,7 +70,7 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
         return nats, (count, jnp.stack(flags))
 
     watched = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    first, total, targets = None, None, 0.0
+    first, cls, total, targets = None, None, None, 0.0
     # The micro-batches and their dropout keys are those that `train_step` and pmap make.
     replicas, accumulated = trainer.strategy.num_replicas, trainer.split.grad_accum_steps
     parts = jax.tree.map(lambda x: x.reshape(replicas or 1, -1, *x.shape[1:]), batch)
@@ -83,18 +81,24 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
         for index in range(accumulated):
             micro = jax.tree.map(lambda x, i=index: x[i], micros)
             (nats, (count, flags)), grads = watched(params, micro, jax.random.fold_in(step_key, index))
-            culprits = (name for name, (good, out) in zip(names, np.asarray(flags), strict=True) if good and not out)
-            first = first or next(culprits, None if np.isfinite(nats) else "the loss, of finite logits")
+            bad = [at for at, (good, out) in enumerate(np.asarray(flags)) if good and not out]
+            if first is None and bad:
+                first, cls = called[bad[0]]
+            elif first is None and not np.isfinite(nats):
+                first, cls = "the loss, of finite logits", type(trainer.objective)
             total = grads if total is None else jax.tree.map(jnp.add, total, grads)
             targets += float(count)
     gradient_norms = {name: norm / max(targets, 1.0) for name, norm in _norms(total).items()}
     bad_gradients = tuple(name for name, norm in gradient_norms.items() if not np.isfinite(norm))
     if first is None and bad_gradients:
         first = f"the backward pass, in the gradients of {', '.join(bad_gradients)}; the forward pass is finite"
+        own = {kind for _, kind in called if place_of(kind)}
+        cls = own.pop() if len(own) == 1 else None
     elif first is None and (norm := math.hypot(*gradient_norms.values())) > LARGEST_NORM:
         first = f"the gradient's norm, {norm:.1e}, whose square float32 cannot hold; the gradient is finite"
     return NonFiniteReport(
         first=first,
+        culprit=f"{place_of(cls)}{cls.__name__}" if cls is not None and place_of(cls) else None,
         parameter_norms=_norms(params),
         gradient_norms=gradient_norms,
         bad_parameters=tuple(name for name, x in _leaves(params) if not np.isfinite(x).all()),
@@ -127,48 +131,3 @@ def format_report(found: NonFiniteReport) -> str:
     for name, norm in found.parameter_norms.items():
         lines.append(f"{name:<{width}}  {norm:>10.4g}  {found.gradient_norms[name]:>10.4g}")
     return "\n".join(lines)
-
-
-def write_autopsy(
-    training: Training, *, state: TrainState, step: int, metrics: Metrics, later: Sequence[Metrics]
-) -> str:
-    """Examine a skipped step, once, and write `RUN/autopsy/step-N/report.json`. Return a summary, also if that fails.
-
-    state: the newest one, after `step` and the steps with the metrics `later`. If those were skipped as well, it has
-    the parameters before `step`.
-    """
-    place, key, why = training.directory / "autopsy" / f"step-{step}", training.dropout_key, why_skipped(metrics)
-    command = shell_line("jaxgpt", "replay", training.directory, "--step", step)
-    if (place / "report.json").is_file():
-        return f"{why}: examined before, see {place}. To replay this step: {command}"
-    moved = not all(int(m["skipped"]) for m in later)  # before this step was known to be bad
-    of_step = step + len(later) if moved else step - 1
-    batch, params = training.whole_batch(step, state), gather_params(training.trainer, state)
-    found, unknown = None, "no process holds all parameters"
-    if params is not None:
-        try:
-            found, unknown = debug_step(training.trainer, params, batch, key, step), None
-        except jax.errors.JaxRuntimeError as e:  # out of memory: all parameters on one device, and no remat
-            unknown = f"its examination failed: {first_line(e)}"
-    tokenizer, rows = training.dataset.tokenizer, []
-    for number, ids in enumerate(np.concatenate([batch.inputs_BT, batch.targets_BT[:, -1:]], axis=1)[:MOST_ROWS]):
-        text = tokenizer.decode(ids) if ((ids >= 0) & (ids < tokenizer.vocab_size)).all() else None
-        rows.append({"row": number, "text": text, "ids": ids.tolist()})
-    report = {
-        "step": step,
-        "why": why,
-        "loss": float(metrics["loss"]),
-        "parameters_of_step": of_step,
-        "findings": None if found is None else dataclasses.asdict(found),
-        "why_no_findings": unknown,
-        "batch": rows,
-    }
-    first = unknown if found is None else f"first not finite: {found.first or 'nothing, when repeated'}"
-    message = f"{why}; {first}" + (f" (with the parameters of step {of_step})" if moved else "")
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        json = render_json(report, indent=1, ensure_ascii=False, not_finite=str)  # NaN and infinity as strings
-        write_whole(place / "report.json", json + "\n")
-    except OSError as e:
-        return f"{message}. The autopsy could not be written: {e}"
-    return f"{message}. Autopsy in {place}; to replay this step: {command}"

@@ -6,9 +6,8 @@ import contextlib
 import dataclasses
 import inspect
 import logging
-import sys
-import traceback
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,47 +16,154 @@ import numpy as np
 from flax import linen as nn
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import Experiment, ObjectiveConfig, to_dict
+from jaxgpt.config import DataConfig, Experiment, GPTConfig, ObjectiveConfig
+from jaxgpt.data.pipeline import Dataset, RowReader
 from jaxgpt.errors import UserError, first_line
+from jaxgpt.lora import with_adapters
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.parallel.trainer import Trainer
-from jaxgpt.runs.code import own_classes
+from jaxgpt.runs.code import find_place, own_classes, place_of
 from jaxgpt.sample.cache import jit_once
 
 LOG = logging.getLogger(__name__)
 LARGEST_CHECKED = 2**28  # parameters of a model that is also run on one device, in float32, before it is trained
+PLACED = re.compile(r"[^ ]+:\d+: ")  # a message that begins with file and line
 DIFFERS = 1e-4  # relative to the largest value: far more than rounding
 
 
 @contextlib.contextmanager
-def blame_own_classes(experiment: Experiment) -> Iterator[None]:
-    """Turn an exception into a `UserError` that names the experiment's own classes and the line, if it has any."""
-    own = list(own_classes(experiment))
+def blame_own_classes(config: Any, method: Any = None, failed: Sequence[nn.Module] = ()) -> Iterator[None]:
+    """Turn an exception into a `UserError` with the user's file and line, if a configuration has classes of a user's own.
+
+    The line is the innermost one of the user's that the exception went through, or else where what is to blame begins.
+
+    method: what is to blame. None means the configuration's own classes.
+    failed: modules that the exception went through, from the innermost on.
+    """
+    own = list(own_classes(config))
     try:
         yield
-    except UserError:
-        raise
     except Exception as e:
         if not own:
             raise
-        files = {getattr(sys.modules.get(cls.__module__), "__file__", None) for cls in own}
-        frames = [frame for frame in traceback.extract_tb(e.__traceback__) if frame.filename in files]
-        place = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
-        names = ", ".join(cls.__name__ for cls in own)
-        raise UserError(f"{place}{names}: {type(e).__name__}: {first_line(e)}") from e
+        place = find_place(e, own)
+        if isinstance(e, UserError):
+            if not place or PLACED.match(str(e)):
+                raise
+            raise UserError(f"{place}{e}") from e
+        # A model is to blame for what its modules raise, and another class for the rest.
+        own.sort(key=lambda cls: issubclass(cls, GPTConfig) != bool(failed))
+        names = method.__qualname__ if method is not None else ", ".join(cls.__name__ for cls in own)
+        place = place or place_of(own[0] if method is None else method)
+        module = f" (in {'/'.join(failed[0].path)})" if failed and failed[0].path else ""
+        raise UserError(f"{place}{names}: {type(e).__name__}: {first_line(e)}{module}") from e
+
+
+@contextlib.contextmanager
+def watch_own_modules(experiment: Experiment) -> Iterator[None]:
+    """Do as `blame_own_classes` while modules are traced. Refuse outputs that have another shape than their inputs."""
+    failed: list[nn.Module] = []
+
+    def watch(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+        module, x = context.module, args[0] if args else None
+        try:
+            out = call(*args, **kwargs)
+        except Exception:
+            failed.append(module)
+            raise
+        # What jaxgpt's modules call are blocks, layers and norms of the residual stream, and embeddings.
+        is_piece = _is_ours(module.parent) and not _is_ours(module) and context.method_name == "__call__"
+        is_stream = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
+        if is_piece and is_stream and getattr(out, "shape", None) != x.shape:
+            kind, got = type(module), list(getattr(out, "shape", ())) or type(out).__name__
+            place = place_of(kind) or place_of(type(experiment.model))
+            said = f"{kind.__name__} (in {'/'.join(module.path)}) returns {got} for {list(x.shape)}"
+            raise UserError(f"{place}{said}: it must return the shape of its input")
+        return out
+
+    with blame_own_classes(experiment, failed=failed), contextlib.ExitStack() as stack:
+        if any(own_classes(experiment)):
+            stack.enter_context(nn.intercept_methods(watch))
+        yield
+
+
+def _is_ours(module: Any) -> bool:
+    return type(module).__module__.startswith("jaxgpt.")
+
+
+def check_batch(batch: Batch, needed: Batch, method: Any, data: DataConfig) -> None:
+    """Raise `UserError` unless a batch that a method has made has the arrays that `shape_batch` says."""
+    if (got := _describe(batch)) != (expected := _describe(needed)):
+        said = f"{method.__qualname__} makes {got}, but {type(data).__name__}.shape_batch says {expected}"
+        raise UserError(f"{place_of(method)}{said}: change one of them")
+
+
+def _describe(batch: Batch) -> str:
+    """Return the names, types and shapes of a batch's arrays."""
+    leaves = jax.tree.leaves_with_path(batch)
+    named = [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves]
+    return ", ".join(f"{name} {jax.dtypes.canonicalize_dtype(x.dtype)}{list(x.shape)}" for name, x in named)
+
+
+def check_rows(experiment: Experiment, dataset: Dataset, batch_size: int) -> None:
+    """Raise `UserError` for rows of a user's own data that are not as `Split` says.
+
+    The first row of each split is read, and the last one of a validation in batches of `batch_size` rows.
+    """
+    data, train, T = experiment.data, experiment.train, experiment.model.block_size
+    needed = data.shape_batch(jax.ShapeDtypeStruct((1, T), jnp.int32))
+    with blame_own_classes(data):
+        training, validation = dataset.train.training_rows, dataset.val.validation_rows
+    if dataset.roll_out is None:
+        with blame_own_classes(data, training):
+            _read_row(training(block_size=T, seed=train.seed), 0, training, needed, experiment)
+    with blame_own_classes(data, validation):
+        count, read = validation(block_size=T, stride=T, max_tokens=train.eval_tokens, prefix_length=0)
+        said = f"{place_of(validation)}{validation.__qualname__} has {count} rows"
+        if count < 1:
+            raise UserError(f"{said}: it needs one at least")
+        _read_row(read, 0, validation, needed, experiment)
+        if count % batch_size:
+            last = count + -count % batch_size - 1
+            mask_BT = _read_row(read, last, validation, needed, experiment).mask_BT
+            if mask_BT is None or mask_BT.any():
+                raise UserError(f"{said}: row {last} is padding behind them, and needs a mask of False")
+
+
+def _read_row(read: RowReader, number: int, method: Any, needed: Batch, experiment: Experiment) -> Batch:
+    """Read a row, as a batch of one, and check its arrays and its tokens. A validation may have a mask."""
+    row = Batch(*jax.tree.map(lambda x: np.asarray(x)[None], tuple(read(number))))
+    if needed.mask_BT is None and method.__name__ == "validation_rows" and row.mask_BT is not None:
+        needed = needed._replace(mask_BT=jax.ShapeDtypeStruct(row.inputs_BT.shape, bool))
+    check_batch(row, needed, method, experiment.data)
+    vocab_size = experiment.model.vocab_size
+    targets_BT = row.targets_BT if row.mask_BT is None else row.targets_BT[row.mask_BT]
+    ids = np.concatenate([row.inputs_BT.ravel(), targets_BT.ravel()])
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        said = f"{method.__qualname__}: row {number} has tokens from {ids.min()} to {ids.max()}"
+        raise UserError(f"{place_of(method)}{said}: they must be from 0 to {vocab_size - 1}, as the vocabulary has")
+    return row
 
 
 def check_step(experiment: Experiment, trainer: Trainer) -> None:
-    """Trace a training step, if the experiment has classes of its own. Raises `UserError` for what does not fit."""
+    """Trace a step and a validation, if the experiment has classes of its own. Raise `UserError` for what does not fit."""
     if not any(own_classes(experiment)):
         return
-    to_dict(experiment)  # which raises for a field that experiment.json cannot hold
-    with blame_own_classes(experiment):
-        key = jax.eval_shape(jax.random.key, 0)
-        _, metrics = jax.eval_shape(trainer.train_step, trainer.abstract_state, trainer.abstract_batch, key)
-    for name, x in metrics.items():
-        if x.shape and name != "checksums":
-            raise UserError(f"the objective's metric {name!r} has the shape {list(x.shape)}: it must be a scalar")
+    state, batch, key = trainer.abstract_state, trainer.abstract_batch, jax.eval_shape(jax.random.key, 0)
+    with watch_own_modules(experiment):
+        loss = experiment.objective.make_loss(experiment.model.make_model())
+        params = jax.eval_shape(trainer.merge, state.params, state.frozen_params)
+        for each in (key, None):
+            found = jax.eval_shape(with_adapters(loss), params, batch, each)
+            kinds = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape) or ''}", found)
+            is_triple = isinstance(found, tuple) and len(found) == 3 and isinstance(found[2], dict)
+            if not is_triple or any(x.shape for x in jax.tree.leaves(found)):
+                place = place_of(loss) or place_of(type(experiment.objective))
+                said = f"the loss of {type(experiment.objective).__name__} returns {kinds}"
+                needs = "(the sum in nats, the number of targets, {metric: its sum}), where each must be a scalar"
+                raise UserError(f"{place}{said}: it needs {needs}")
+        jax.eval_shape(trainer.train_step, state, batch, key)
+        jax.eval_shape(trainer.eval_step, jax.eval_shape(trainer.merged_params, state), batch)
 
 
 def check_model(experiment: Experiment, batch: Batch) -> None:
@@ -77,7 +183,7 @@ def check_model(experiment: Experiment, batch: Batch) -> None:
     rows = jax.tree.map(lambda x: np.repeat(np.asarray(x[:1]), 2, axis=0), batch)
     tokens_BT = rows.inputs_BT.copy()
     tokens_BT[1, half:] = (tokens_BT[1, half:] + 1) % experiment.model.vocab_size
-    names: list[str] = []
+    kinds: list[type] = []  # classes of the modules that are called
 
     def early_differs(x: Any) -> jax.Array:
         arrays = [x] if isinstance(x, jax.Array) and x.ndim > 1 and x.shape[:2] == tokens_BT.shape else []
@@ -89,7 +195,7 @@ def check_model(experiment: Experiment, batch: Batch) -> None:
 
         def watch(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
             out = call(*args, **kwargs)
-            names.append(type(context.module).__name__)
+            kinds.append(type(context.module))
             flags.append(jnp.stack([early_differs(args[0] if args else None), early_differs(out)]))
             return out
 
@@ -99,7 +205,8 @@ def check_model(experiment: Experiment, batch: Batch) -> None:
             x_BTD = model.apply({"params": params}, jnp.asarray(tokens_BT), method="hidden_states", **extras)
         logits_BTV = model.apply({"params": params}, jnp.asarray(tokens_BT), **extras)
         parts_BTV = model.apply({"params": params}, x_BTD, method="unembed")
-        is_sum = jnp.allclose(logits_BTV, parts_BTV, rtol=1e-3, atol=1e-3)
+        # With noise a logarithm, say, may be NaN. The first step shows whether it is without.
+        is_sum = jnp.allclose(logits_BTV, parts_BTV, rtol=1e-3, atol=1e-3, equal_nan=True)
         return early_differs(x_BTD), jnp.stack(flags), is_sum
 
     def read_noisy(key: jax.Array, noise: Any) -> tuple[jax.Array, ...]:
@@ -109,20 +216,17 @@ def check_model(experiment: Experiment, batch: Batch) -> None:
 
     draw = np.random.default_rng(0)
     noise = jax.tree.map(lambda x: draw.normal(size=x.shape).astype(np.float32), shapes)
-    with blame_own_classes(experiment):
+    with watch_own_modules(experiment):
         differs, flags, is_sum = jit_once(read_noisy)(jax.random.key(0), noise)
     if not bool(is_sum):
-        kind = type(model).__name__
-        raise UserError(
-            f"{kind}.__call__ is not unembed(hidden_states(tokens)), by which models are sampled: move it there"
-        )
+        said = f"{type(model).__name__}.__call__ is not unembed(hidden_states(tokens)), by which models are sampled"
+        raise UserError(f"{place_of(type(model))}{said}: move it there")
     if not bool(differs):
         return
-    named = [name for name, (before, after) in zip(names, np.asarray(flags), strict=True) if after and not before]
-    said = (
-        f"{type(experiment.model).__name__}: {named[0] if named else 'the model'} is not causal: what it writes at a "
-    )
-    said += "token depends on later ones, which the loss asks it to predict"
+    kinds = [kind for kind, (before, after) in zip(kinds, np.asarray(flags), strict=True) if after and not before]
+    place = (place_of(kinds[0]) if kinds else "") or place_of(type(experiment.model))
+    said = f"{place}{type(experiment.model).__name__}: {kinds[0].__name__ if kinds else 'the model'} is not causal"
+    said += ": what it writes at a token depends on later ones, which the loss asks it to predict"
     if type(experiment.objective).make_loss is ObjectiveConfig.make_loss:
         raise UserError(f"{said}. Mask them")
     LOG.warning("%s; %s may want that", said, type(experiment.objective).__name__)

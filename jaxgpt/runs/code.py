@@ -12,11 +12,12 @@ import dataclasses
 import hashlib
 import importlib.abc
 import importlib.machinery
+import inspect
 import os
 import sys
 import traceback
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import decode_source
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.files import cache_directory, is_there, json_sha256, make_cache, read_bytes
 
 FOLDER = "code"  # in a run directory
+NOT_OWN = Path(__file__).parents[1], Path(os.__file__).parent  # jaxgpt and Python's library
 LARGEST_FILE = 2**22  # bytes
 _TRUSTED: list[bool] = []  # this process's, set by `trust_code`
 
@@ -114,6 +116,37 @@ def _is_installed(path: Path) -> bool:
     return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
 
 
+def is_own_file(file: str) -> bool:
+    """Return whether code is from a file of the user's, or a notebook: not jaxgpt's, Python's or a package's."""
+    path = Path(file)
+    is_made = file.startswith(("<string>", "<frozen"))  # by dataclasses, for example
+    return not (is_made or _is_installed(path) or any(map(path.is_relative_to, NOT_OWN)))
+
+
+def find_place(e: BaseException, classes: Iterable[type] = ()) -> str:
+    """Return "FILE:LINE: " of the innermost frame in a file of the user's that an exception went through, or "".
+
+    classes: look only in the folders of their files, and in notebooks. Without any, look in all files.
+    """
+    files = [getattr(sys.modules.get(cls.__module__), "__file__", None) for cls in classes]
+    folders = [Path(file).resolve().parent for file in files if file is not None]
+    place = ""
+    for frame, line in traceback.walk_tb(e.__traceback__):
+        file = Path(frame.f_code.co_filename)
+        is_near = not folders or not file.exists() or any(map(file.resolve().is_relative_to, folders))
+        if is_near and is_own_file(str(file)):
+            place = f"{file}:{line}: "
+    return place
+
+
+def place_of(owner: Any) -> str:
+    """Return "FILE:LINE: " of a function, or of the first function of a class, if the user has written it, else ""."""
+    functions = vars(owner).values() if isinstance(owner, type) else [owner]
+    codes = [getattr(inspect.unwrap(x), "__code__", None) for x in functions if callable(x)]
+    own = [(x.co_filename, x.co_firstlineno) for x in codes if x is not None and is_own_file(x.co_filename)]
+    return "{}:{}: ".format(*min(own)) if own else ""
+
+
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Import modules of a `Code`, and others of its folder, under names of their own."""
 
@@ -197,11 +230,10 @@ def _one_line(path: Path) -> Iterator[None]:
     try:
         yield
     except SyntaxError as e:
-        raise UserError(f"{e.filename or path}:{e.lineno or 1}: {e.msg}: repair the experiment file") from None
+        raise UserError(f"{e.filename or path}:{e.lineno or 1}: {e.msg}: repair the experiment file") from e
     except (Exception, SystemExit) as e:
-        lines = [n for frame, n in traceback.walk_tb(e.__traceback__) if frame.f_code.co_filename == str(path)]
         said = str(e) if isinstance(e, UserError) else f"{type(e).__name__}: {e}: repair the experiment file"
-        raise UserError(f"{path}:{lines[-1] if lines else 1}: {said}") from None
+        raise UserError(f"{find_place(e) or f'{path}:1: '}{said}") from e
 
 
 def run_file(path: Path) -> types.ModuleType:
@@ -356,8 +388,8 @@ def check_same_code(experiment: Experiment, directory: Path, digests: dict[str, 
         if digests.get(name) != digest and _program(kept.get(name, b"")) != _program(code.files[name]):
             raise UserError(
                 f"{name} has changed since {directory} was trained with it (SHA-256 {digests.get(name, 'absent')[:12]} -> "
-                f"{digest[:12]}): restore it, name another --run-dir, or continue with the run's own copy by --trust-code "
-                "(trust_code=True)"
+                f"{digest[:12]}): restore it, name another --run-dir, start over with --fresh, or continue with the run's "
+                "own copy by --trust-code (trust_code=True)"
             )
 
 

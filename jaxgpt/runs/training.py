@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.batch import Batch
@@ -25,13 +26,22 @@ from jaxgpt.lora import freeze, merge_adapters, thaw, thawed_shapes
 from jaxgpt.parallel import multihost
 from jaxgpt.parallel.device import check_memory
 from jaxgpt.parallel.strategy import ONE_DEVICE, StepFn
-from jaxgpt.parallel.trainer import Trainer, make_trainer
+from jaxgpt.parallel.trainer import Trainer, gather_params, make_trainer
+from jaxgpt.runs.autopsy import debug_step
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.checks import blame_own_classes, check_model, check_step
-from jaxgpt.runs.code import check_same_code
+from jaxgpt.runs.checks import (
+    LARGEST_CHECKED,
+    blame_own_classes,
+    check_batch,
+    check_model,
+    check_rows,
+    check_step,
+    watch_own_modules,
+)
+from jaxgpt.runs.code import check_same_code, own_classes, place_of
 from jaxgpt.runs.directory import RunMetadata, check_same_tokenizer
 from jaxgpt.runs.pretrained import Weights, resolve_init_from
-from jaxgpt.train import Metrics, Params, TrainState, init_and_dropout_keys
+from jaxgpt.train import Metrics, Params, TrainState, init_and_dropout_keys, why_skipped
 
 # Prefixes of the fields that may differ when a run is resumed. All others decide the result.
 CHANGEABLE = (
@@ -119,13 +129,7 @@ class Training:
         batch, metrics = self._roll_out(step, state, batch)
         batch = self.trainer.strategy.shard_batch(batch)
         if self.dataset.roll_out is not None:
-            got, needed = (
-                jax.tree.map(lambda x: (x.shape, str(x.dtype)), tree) for tree in (batch, self.trainer.abstract_batch)
-            )
-            if got != needed:
-                raise UserError(
-                    f"the rollout of step {step} is {got}: {type(self.experiment.data).__name__}.shape_batch says {needed}"
-                )
+            check_batch(batch, self.trainer.abstract_batch, self.dataset.roll_out, self.experiment.data)
         return batch, metrics
 
     def _roll_out(self, step: int, state: TrainState, batch: Batch) -> tuple[Batch, Metrics]:
@@ -136,7 +140,8 @@ class Training:
         return self.dataset.roll_out(self.trainer, params, batch, key)
 
     def _read(self, start: int, rows: np.ndarray | None, prefetch: int = PREFETCH) -> Generator[Batch]:
-        return training_batches(
+        data, method = self.experiment.data, self.dataset.train.training_rows
+        batches = training_batches(
             self.dataset.train,
             block_size=self.experiment.model.block_size,
             batch_size=self.experiment.train.batch_size,
@@ -145,6 +150,14 @@ class Training:
             rows=rows,
             prefetch=prefetch,
         )
+        local = self.experiment.train.batch_size if rows is None else len(rows)
+        tokens_BT = jax.ShapeDtypeStruct((local, self.experiment.model.block_size), np.int32)
+        needed = data.shape_batch(tokens_BT) if _is_own(data) and self.dataset.roll_out is None else None
+        with blame_own_classes(data, method), contextlib.closing(batches):
+            for batch in batches:
+                if needed is not None:
+                    check_batch(batch, needed, method, data)
+                yield batch
 
     def take_steps(self, state: TrainState, start: int, stop: int) -> Iterator[tuple[int, TrainState, Metrics]]:
         """Yield (step, state, metrics) after each step from `start` + 1 to `stop`. The next step donates the state."""
@@ -169,27 +182,45 @@ class Training:
         """Yield the batches over which the loss of a split is measured, sharded over the devices."""
         strategy = self.trainer.strategy
         size = strategy.data_parallel_size * self.trainer.split.micro_batch_size  # in one batch, over all devices
-        windows = validation_batches(
-            split,
-            block_size=self.experiment.model.block_size,
-            batch_size=size,
-            max_tokens=max_tokens,
-            rows=strategy.local_rows(size),
-        )
-        yield from map(strategy.shard_batch, windows)
+        with blame_own_classes(self.experiment.data, split.validation_rows):
+            windows = validation_batches(
+                split,
+                block_size=self.experiment.model.block_size,
+                batch_size=size,
+                max_tokens=max_tokens,
+                rows=strategy.local_rows(size),
+            )
+            yield from map(strategy.shard_batch, windows)
 
+    def check_first_step(self) -> None:
+        """Raise `UserError` if the first step or validation is not finite, with pieces of a user's own.
 
-def gather_params(trainer: Trainer, state: TrainState, merge: Callable[..., Params] | None = None) -> Params | None:
-    """Gather the parameters of the model on one device. Return None if this process holds only shards of them.
-
-    merge: joins adapters and frozen parameters. It runs after the gathering, since one process cannot launch a program
-    over all devices. None puts each adapter next to its kernel, in float32.
-    """
-    held, device = (state.params, state.frozen_params), jax.local_devices()[0]
-    if not all(x.is_fully_addressable or x.is_fully_replicated for x in jax.tree.leaves(held)):
-        return None
-    held = jax.tree.map(lambda x: jax.device_put(x.addressable_data(0) if x.is_fully_replicated else x, device), held)
-    return thaw(trainer.merge(*held)) if merge is None else merge(*held)
+        The step is the compiled one, and the state that it makes is dropped.
+        """
+        own = [cls for cls in own_classes(self.experiment) if not issubclass(cls, DataConfig)]
+        trainer = self.trainer
+        if not own or trainer.parameters[0] > LARGEST_CHECKED:
+            return
+        where = f"{place_of(own[0])}{own[0].__name__}"  # unless a module is found
+        with blame_own_classes(self.experiment):
+            state = self.restore_or_init(0)
+            params = trainer.merged_params(state)
+            nats, _ = self.measure_val_loss(lambda windows: float(trainer.eval_step(params, next(windows))[0]))
+            ((_, state, metrics),) = self.take_steps(state, 0, 1)
+        if int(metrics["in_a_row"]):  # the step was skipped
+            before = self.restore_or_init(0)
+            params, batch = gather_params(trainer, before), self.whole_batch(1, before)
+            found = None if params is None else debug_step(trainer, params, batch, self.dropout_key, 1)
+            first = "" if found is None or found.first is None else f" (in {found.first})"
+            where = where if found is None else found.culprit or where
+            raise UserError(f"{where} gives NaN or infinity{first}: at the first step the {why_skipped(metrics)}")
+        if not np.isfinite(nats):
+            raise UserError(f"{where} gives NaN or infinity: the validation loss of the first batch is {nats}")
+        if not all(jax.tree.leaves(jax.tree.map(lambda x: bool(jnp.isfinite(x).all()), state.params))):
+            place = place_of(type(self.experiment.optim))
+            raise UserError(
+                f"{place}{type(self.experiment.optim).__name__} gives NaN or infinity: its first update does"
+            )
 
 
 def _merge(config: LoraConfig, params: Params, frozen_params: Params | None) -> Params:
@@ -216,19 +247,20 @@ def open_training(
         check_same_code(experiment, directory, recorded.code)
         check_same_configuration(recorded, experiment)
     resolved, weights = resolve_init_from(experiment, recorded)
-    if recorded is None:
-        dataset = resolved.data.open_dataset(resolved.model)
-    else:
-        dataset = reopen_dataset(recorded, resolved.data, remedy=remedy)
-    if type(resolved.data) is not DataConfig and "tokenizer_sha256" not in dataset.fingerprint:
-        name = type(resolved.data).__name__
-        raise UserError(
-            f"{name}.open_dataset: its fingerprint needs tokenizer_sha256=fingerprint(tokenizer) of data.tokenizer"
-        )
+    with blame_own_classes(resolved.data, resolved.data.open_dataset):
+        if recorded is None:
+            dataset = resolved.data.open_dataset(resolved.model)
+        else:
+            dataset = reopen_dataset(recorded, resolved.data, remedy=remedy)
+        needs = "its fingerprint needs tokenizer_sha256=fingerprint(tokenizer) of data.tokenizer"
+        if not isinstance(dataset, Dataset):
+            raise TypeError(f"it returns a {type(dataset).__name__}, and must return a Dataset of jaxgpt.data.pipeline")
+        if _is_own(resolved.data) and "tokenizer_sha256" not in dataset.fingerprint:
+            raise UserError(f"{type(resolved.data).__name__}.open_dataset: {needs}")
     if dataset.roll_out is not None and multihost.is_multiprocess():
         raise UserError(f"{type(resolved.data).__name__} draws its rows from the model, in one process: start only one")
     resolved = dataclasses.replace(resolved, model=resolve_vocab(resolved.model, dataset.tokenizer))
-    with blame_own_classes(resolved):
+    with watch_own_modules(resolved):
         trainer = make_trainer(resolved, recorded=None if recorded is None else recorded.given)
     check_step(resolved, trainer)
     model, train = resolved.model, experiment.train
@@ -243,9 +275,18 @@ def open_training(
         weights=weights,
         checkpoints=Checkpoints(directory / "checkpoints", keep_last=train.keep_last, keep_every=train.keep_every),
     )
+    if recorded is None and _is_own(resolved.data):
+        batch_size = trainer.strategy.data_parallel_size * trainer.split.micro_batch_size
+        check_rows(resolved, dataset, batch_size)
+    if recorded is None:
+        training.check_first_step()
     if recorded is None and resolved.model.is_foreign:
         check_model(resolved, training.whole_batch(1))
     return training
+
+
+def _is_own(config: Any) -> bool:
+    return any(own_classes(config))
 
 
 def with_horizons(metadata: RunMetadata, experiment: Experiment, *, extend: bool | None) -> Experiment:

@@ -17,6 +17,7 @@ from jaxgpt.cli.experiment_file import load_file, load_variants
 from jaxgpt.config import LoraConfig
 from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
+from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.tools.convert import export_gguf, export_hf
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
@@ -252,20 +253,30 @@ MISTAKES = {
     "class Mine:\n    pass\nexperiment = of(model=Mine())": "model=.*needs GPTConfig",
     "@config\nclass Mine(GPTConfig):\n    sizes: list = []\nexperiment = of(model=Mine(**small))": "mutable default",
     "class Mine(GPTConfig):\n    experts: int = 2\nexperiment = of(model=Mine(**small))": "Mine: experts would be no fields.*@dataclasses.dataclass",
-    "@config\nclass Mine(GPTConfig):\n    act: object = jnp.tanh\nexperiment = of(model=Mine(**small))": "Mine.act=.*experiment.json needs",
+    "@config\nclass Mine(GPTConfig):\n    act: object = jnp.tanh\nexperiment = of(model=Mine(**small))": r"mine.py:\d+: Mine.act=.*experiment.json needs",
+    "from typing import Callable\n@config\nclass Mine(ObjectiveConfig):\n    act: Callable[[int], int] = jnp.tanh\n"
+    "experiment = of(objective=Mine())": "Mine.act=.*experiment.json needs",
+    "@config\nclass Mine(GPTConfig):\n    window: int = 8": r"mine.py:\d+: Mine.window hides GPTConfig.window\(\): give it",
+    "@config\nclass Mine(DataConfig):\n    is_chat: bool": "Mine.is_chat hides DataConfig.is_chat: give it",
+    "class Mine(GPTConfig):\n    n_layer = 3": "Mine.n_layer hides GPTConfig.n_layer, which is a field",
     "class Sees(nn.Module):\n    @nn.compact\n    def __call__(self, x, positions=None, *, segments_BT=None, train=False):\n"
     "        return nn.Dense(8)(x.mean(axis=1, keepdims=True) + x)\n"
     "@config\nclass Mine(GPTConfig):\n    def make_attention(self, layer, compute):\n        return Sees()\n"
-    "experiment = of(model=Mine(**small))": "Mine: Sees is not causal",
+    "experiment = of(model=Mine(**small))": r"mine.py:\d+: Mine: Sees is not causal",
     "@config\nclass Mine(GPTConfig):\n    def make_mlp(self, layer, compute):\n        return nn.Dense(4)\n"
-    "experiment = of(model=Mine(**small))": "Mine: TypeError: .*train",
+    "experiment = of(model=Mine(**small))": r"mine.py:13: Mine: TypeError: .*train.*\(in h_0/mlp\)",
     "class Narrow(nn.Module):\n    @nn.compact\n    def __call__(self, x, *, train=False):\n        return nn.Dense(4)(x)\n"
     "@config\nclass Mine(GPTConfig):\n    def make_mlp(self, layer, compute):\n        return Narrow()\n"
-    "experiment = of(model=Mine(**small))": "Mine: TypeError: .*(8, 8).*|Mine: TypeError: add got incompatible shapes",
+    "experiment = of(model=Mine(**small))": r"mine.py:12: Narrow \(in h_0/mlp\) returns \[1, 1, 4\] for \[1, 1, 8\]: it must",
     "@config\nclass Mine(ObjectiveConfig):\n    def make_loss(self, model, **more):\n        return lambda params, batch, key: 1.0\n"
-    "experiment = of(model=GPTConfig(**small), objective=Mine())": "Mine: TypeError",
+    "experiment = of(model=GPTConfig(**small), objective=Mine())": r"mine.py:14: the loss of Mine returns float32: it needs",
+    "@config\nclass Mine(ObjectiveConfig):\n    def make_loss(self, model, **more):\n        loss = super().make_loss(model)\n"
+    "        return lambda params, batch, key: (*loss(params, batch, key)[:2], {'x': jnp.ones(3)})\n"
+    "experiment = of(model=GPTConfig(**small), objective=Mine())": r"mine.py:15: the loss of Mine returns .*'x': 'float32\[3\]'",
     "@config\nclass Mine(OptimConfig):\n    def make_optimizer(self, steps, *, model):\n        return optax.sgd('fast')\n"
-    "experiment = of(model=GPTConfig(**small), optim=Mine())": "Mine: TypeError",
+    "experiment = of(model=GPTConfig(**small), optim=Mine())": r"mine.py:13: Mine: TypeError",
+    "@config\nclass Mine(DataConfig):\n    def open_dataset(self, model, *, known=None):\n        return 3\n"
+    "experiment = Experiment(name='x', data=Mine())": r"mine.py:13: Mine.open_dataset: TypeError: it returns a int, and must",
     "callbacks = [3]\nexperiment = of(model=GPTConfig(**small))": r"callbacks=\[3\]: needs a list of functions",
 }  # fmt: skip
 
@@ -280,3 +291,130 @@ def test_a_mistake_is_one_line_and_nothing_is_written(source, tmp_path, monkeypa
         fit(experiment, "run", progress=False)
     assert re.search(MISTAKES[source], str(found.value)) and "\n" not in str(found.value), found.value
     assert not (tmp_path / "run").exists()
+
+
+ROWS = """
+import numpy as np
+from jaxgpt.data.pipeline import Dataset
+from jaxgpt.data.tokenizer import ByteTokenizer, fingerprint
+ids, mask = np.arange(8, dtype=np.int32), np.ones(8, bool)
+class Rows:
+    def __len__(self):
+        return 99
+    def training_rows(self, *, block_size, seed):
+        return lambda n: ({train})
+    def validation_rows(self, **more):
+        return {val}
+@config
+class Mine(DataConfig):
+    def open_dataset(self, model, *, known=None):
+        made_of = dict(tokenizer_sha256=fingerprint(ByteTokenizer()))
+        return Dataset(train=Rows(), val=Rows(), tokenizer=ByteTokenizer(), fingerprint=made_of)
+experiment = Experiment(name="x", model=GPTConfig(**small), data=Mine(), train=TrainConfig(steps=1, batch_size=2))
+"""
+WRONG_ROWS = {
+    ("ids, ids, mask", "2, lambda n: (ids, ids)"): r":19: Rows.training_rows makes .* mask_BT bool\[1, 8\], but Mine.shape_batch",
+    ("ids, ids / 2", "2, lambda n: (ids, ids)"): "Rows.training_rows makes .* targets_BT float",
+    ("ids, ids[1:]", "2, lambda n: (ids, ids)"): r"Rows.training_rows makes .* targets_BT int32\[1, 7\]",
+    ("ids", "2, lambda n: (ids, ids)"): "Rows.training_rows: TypeError",
+    ("ids, ids + 300", "2, lambda n: (ids, ids)"): "Rows.training_rows: row 0 has tokens from 0 to 307: they must be from 0 to 255",
+    ("[][n]", "2, lambda n: (ids, ids)"): r":20: Rows.training_rows: IndexError",
+    ("ids, ids", "(32, 5)"): ":21: Rows.validation_rows: TypeError: 'int' object is not callable",
+    ("ids, ids", "2, lambda n: np.zeros((32, 5), int)"): "Rows.validation_rows: TypeError",
+    ("ids, ids", "2, lambda n: np.zeros((2, 5), int)"): r"Rows.validation_rows makes inputs_BT int32\[1, 5\]",
+    ("ids, ids", "0, lambda n: (ids, ids)"): "Rows.validation_rows has 0 rows: it needs one",
+    ("ids, ids", "3, lambda n: (ids, ids)"): "Rows.validation_rows has 3 rows: row 3 is padding behind them, and needs",
+    ("ids, ids", "3, lambda n: [(ids, ids)][n % 2]"): r":22: Rows.validation_rows: IndexError",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("train", "val"), WRONG_ROWS, ids=WRONG_ROWS.values())
+def test_a_wrong_row_names_the_method_and_nothing_is_written(train, val, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(HEAD + ROWS.format(train=train, val=val))
+    with pytest.raises(UserError, match=WRONG_ROWS[train, val]) as found:
+        fit(load_file("mine.py")[0], "run", progress=False)
+    assert "\n" not in str(found.value) and str(found.value).startswith("mine.py:")
+    assert not (tmp_path / "run").exists()
+
+
+# Each is finite where it is traced, and gives NaN or infinity at the first step.
+FAULTS = """
+class M(nn.Module):
+    fault: str
+    @nn.compact
+    def __call__(self, x, *more, train=False, **others):
+        x = nn.Dense(8)(x)
+        return {"log": jnp.log(-1 - x * x), "inf": x / 0.0, "slope": x + jnp.sqrt(0.0 * x)}[self.fault]
+@config
+class Model(GPTConfig):
+    fault: str = ""
+    at: str = "mlp"
+    def make_mlp(self, layer, compute):
+        return M(self.fault) if self.at == "mlp" else super().make_mlp(layer, compute)
+    def make_attention(self, layer, compute):
+        return M(self.fault) if self.at == "attention" else super().make_attention(layer, compute)
+    def make_block(self, layer, compute):
+        return M(self.fault) if self.at == "block" else super().make_block(layer, compute)
+    def make_norm(self, **more):
+        return M(self.fault) if self.at == "norm" else super().make_norm(**more)
+    def make_activation(self):
+        return (lambda x: jnp.log(-1 - x * x)) if self.at == "activation" else super().make_activation()
+@config
+class Loss(ObjectiveConfig):
+    in_training: bool = True
+    def make_loss(self, model, **more):
+        plain = super().make_loss(model)
+        def loss(params, batch, key):
+            nats, count, metrics = plain(params, batch, key)
+            return (nats / 0.0 if (key is not None) == self.in_training else nats), count, metrics
+        return loss
+@config
+class Optim(OptimConfig):
+    def make_optimizer(self, steps, *, model):
+        return optax.scale(float("nan"))
+"""
+NOT_FINITE = {
+    **{f"model=Model(fault='log', at='{at}', **small)": r"mine.py:\d+: M gives NaN .*\(in h_0.* \(M\)\)" for at in ("mlp", "attention", "block", "norm")},
+    "model=Model(fault='inf', **small)": "M gives NaN or infinity",
+    "model=Model(fault='slope', **small)": "M gives NaN or infinity .in the backward pass",
+    "model=Model(at='activation', **small)": r"mine.py:\d+: Model gives NaN .*\(in h_0/mlp \(MLP\)\)",
+    "model=GPTConfig(**small), objective=Loss()": r"mine.py:\d+: Loss gives NaN .* \(in the loss, of finite logits\)",
+    "model=GPTConfig(**small), objective=Loss(in_training=False)": "Loss gives NaN or infinity: the validation loss of the first",
+    "model=GPTConfig(**small), optim=Optim()": r"mine.py:\d+: Optim gives NaN or infinity: its first update",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", NOT_FINITE, ids=NOT_FINITE.values())
+def test_a_piece_that_gives_nan_is_named_and_nothing_is_written(parts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("hello there, world. " * 30)
+    (tmp_path / "mine.py").write_text(f"{HEAD}{FAULTS}experiment = of({parts})")
+    with pytest.raises(UserError, match=NOT_FINITE[parts]):
+        fit(load_file("mine.py")[0], "run", progress=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_took_no_step_is_begun_anew_and_another_is_not(tmp_path, monkeypatch):
+    """Whatever has changed since it was begun. With a step the message says how to start over."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("hello there, world. " * 30)
+
+    def load(value):
+        source = f"@config\nclass Mine(ObjectiveConfig):\n    x: int = {value}\nexperiment = of(model=GPTConfig(**small), objective=Mine())"
+        (tmp_path / f"mine{value}.py").write_text(HEAD + source)
+        return load_file(f"mine{value}.py")[0]
+
+    def lower(self):
+        raise MemoryError("of the compiler")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "lower", lower)
+        with pytest.raises(MemoryError, match="of the compiler"):
+            fit(load(1), "run", progress=False)
+    assert (tmp_path / "run" / "experiment.json").exists()
+    assert fit(load(2), "run", progress=False).step == 1
+    assert [path.name for path in (tmp_path / "run" / "code").iterdir()] == ["mine2.py"]
+    (tmp_path / "mine2.py").write_text((tmp_path / "mine2.py").read_text().replace("x: int", "y: int"))
+    with pytest.raises(UserError, match="mine2.py has changed since run was trained .* start over with --fresh"):
+        fit(load_file("mine2.py")[0], "run", progress=False)
