@@ -63,8 +63,7 @@ _HOME = {
     "xray": "tools.xray.xray",
 }
 
-# Without `xray`, so that `from jaxgpt import *` works where the folder tools/xray is deleted.
-__all__ = [name for name in _HOME if name != "xray"]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 from jaxgpt import loop
 from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment
+from jaxgpt.config.validate import check_value
 from jaxgpt.data.mixture import parts_of
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, RaisedOnAllProcesses, UserError, shell_line
 from jaxgpt.hf.source import keep_companions
@@ -75,6 +76,7 @@ def fit(
         Diverged: if the run no longer learns.
         CheckpointSaveError: if a checkpoint or metrics.jsonl cannot be written.
     """
+    check_value("experiment", experiment, Experiment)
     if setup:
         configure_jax()
     directory = Path(run_dir) if run_dir is not None else RUNS / experiment.name

@@ -1,6 +1,7 @@
 """Next-token cross-entropy. `head_loss` has forms without the logits of all tokens in memory at once."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,15 +26,20 @@ def make_loss(model: nn.Module, *, head_loss: HeadLoss | None = None, label_smoo
     In training, what modules sow counts too: see `add_sown`.
 
     Args:
-        model: a `GPT`, or a module with the same methods.
-        head_loss: computes the loss of hidden states without all logits in memory at once. None means `next_token_loss`.
+        model: a `GPT`, or any module tokens_BT -> logits_BTV. It is called with `train=True` in training, if it takes
+            that, and with `segments_BT` and `extras`, if the batch has them.
+        head_loss: computes the loss of hidden states without all logits in memory at once, by the methods of `GPT`.
+            None means `next_token_loss`.
         label_smoothing: see `next_token_loss`.
     """
+    has_train = "train" in inspect.signature(type(model).__call__).parameters
 
     def loss(params: Params, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array, Metrics]:
-        inputs: dict[str, Any] = {"segments_BT": batch.segments_BT} | (batch.extras or {})
+        inputs: dict[str, Any] = dict(batch.extras or {})
+        if batch.segments_BT is not None:
+            inputs["segments_BT"] = batch.segments_BT
         if key is not None:
-            inputs |= {"train": True, "rngs": {"dropout": key}, "mutable": SOWN}
+            inputs |= {"rngs": {"dropout": key}, "mutable": SOWN} | ({"train": True} if has_train else {})
         forward: Any = functools.partial(model.apply, {"params": params}, batch.inputs_BT, **inputs)
         result = forward() if head_loss is None else forward(method="hidden_states")
         output_BTX, sown = (result, {}) if key is None else result

@@ -12,6 +12,7 @@ from flax import linen as nn
 from jax.typing import DTypeLike
 
 from jaxgpt.config import GPTConfig
+from jaxgpt.config.validate import check_value
 from jaxgpt.errors import UserError
 from jaxgpt.layers.block import NO_SHARDING, Compute, ShardingHooks
 from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
@@ -58,7 +59,7 @@ class GPT(nn.Module):
 
     def setup(self) -> None:
         """Create the embeddings, the blocks, the last norm and the output matrix."""
-        c = self.config
+        c = check_value("config", self.config, GPTConfig)
         if c.vocab_size is None:
             raise UserError("GPTConfig(vocab_size=None): a model needs it; give the tokenizer's vocab_size")
         init = nn.initializers.normal(INIT_STD)
@@ -162,6 +163,15 @@ class GPT(nn.Module):
         if c.logit_softcap is not None:  # Gemma 2, arXiv:2408.00118
             logits_BTV = c.logit_softcap * jnp.tanh(logits_BTV / c.logit_softcap)
         return logits_BTV
+
+
+def check_model_type(model: Any) -> None:
+    """Raise `UserError` unless a model is a `GPT`, for what needs its methods."""
+    if not isinstance(model, GPT):
+        other = "jaxgpt.plain_generate.generate samples from any module tokens_BT -> logits_BTV"
+        raise UserError(
+            f"model={type(model).__name__}: needs a GPT, such as GPTConfig(...).make_model() returns; {other}"
+        )
 
 
 class Layers(nn.Module):

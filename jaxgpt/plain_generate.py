@@ -5,13 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 
-from jaxgpt.model import GPT
+from jaxgpt.errors import UserError
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("max_new_tokens", "temperature", "top_k"))
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("max_new_tokens", "temperature", "top_k", "block_size"))
 def generate(
-    model: GPT,
+    model: nn.Module,
     params: dict,
     prompts_BT: jax.Array,
     key: jax.Array,
@@ -19,27 +20,30 @@ def generate(
     max_new_tokens: int,
     temperature: float = 1.0,
     top_k: int | None = None,
+    block_size: int | None = None,
 ) -> jax.Array:
     """Continue prompts of one length: int32, [B, T + max_new_tokens]. Each token reads the last block_size tokens again.
 
     Args:
-        model: the model, of any attention.
+        model: a `GPT`, or any other module tokens_BT -> logits_BTV.
         prompts_BT: int32, at least one token per row.
         key: the key of all draws.
         max_new_tokens: tokens to add.
         temperature: what logits are divided by. 0 takes the most probable token.
         top_k: draw from this many most probable tokens. None means from all.
+        block_size: the most tokens that the model reads. None means its `config.block_size`, else `UserError`.
     """
     B, T = prompts_BT.shape
-    window = min(T + max_new_tokens, model.config.block_size)
+    most = block_size or getattr(getattr(model, "config", None), "block_size", None)
+    if most is None:
+        raise UserError(f"{type(model).__name__} has no config.block_size: give block_size, the most tokens it reads")
+    window = min(T + max_new_tokens, most)
 
     def add_token(t: jax.Array, tokens_BX: jax.Array) -> jax.Array:
         start = jnp.maximum(t - window, 0)  # the tokens after t are zeros, which no earlier one attends to
         read_BT = jax.lax.dynamic_slice_in_dim(tokens_BX, start, window, axis=1)
-        x_BTD: Any = model.apply({"params": params}, read_BT, method="hidden_states")
-        x_B1D = jax.lax.dynamic_slice_in_dim(x_BTD, t - 1 - start, 1, axis=1)
-        logits_B1V: Any = model.apply({"params": params}, x_B1D, method="unembed")
-        logits_BV = logits_B1V[:, 0]
+        logits_BTV: Any = model.apply({"params": params}, read_BT)
+        logits_BV = jax.lax.dynamic_index_in_dim(logits_BTV, t - 1 - start, axis=1, keepdims=False)
         if top_k is not None:
             kth_B1 = jax.lax.top_k(logits_BV, top_k)[0][:, -1:]
             logits_BV = jnp.where(logits_BV < kth_B1, -jnp.inf, logits_BV)

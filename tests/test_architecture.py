@@ -308,7 +308,7 @@ def test_public_names_are_listed_once_and_typed():
         if isinstance(inner, ast.ImportFrom)
         for alias in inner.names
     }
-    assert typed == {*jaxgpt.__all__, "xray"}
+    assert typed == {*jaxgpt.__all__}
     assert all(getattr(jaxgpt, name).__doc__ for name in typed)
     with pytest.raises(AttributeError, match="no attribute 'GTP'"):
         _ = jaxgpt.GTP

@@ -8,13 +8,15 @@ import errno
 import io
 import os
 import sys
+import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from jaxgpt.errors import UserError, reason_of
 from jaxgpt.files import render_json
 
+TRACEBACK = "--traceback"  # an option of all commands
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # a file cannot be written, named or not
 
 
@@ -29,7 +31,7 @@ def report_errors() -> Iterator[None]:
                 finally:
                     stdout.flush()  # here, where an error can still be reported
         except UserError as e:
-            say(one_line(f"jaxgpt: {e}"))
+            say_error(e)
             raise SystemExit(2) from None
         except KeyboardInterrupt as e:  # `Preempted` says how to go on. Elsewhere there is nothing to save
             say(str(e) or "interrupted")
@@ -126,6 +128,20 @@ def _filter_hooks() -> Iterator[None]:
         warnings.showwarning, sys.unraisablehook = showwarning, unraisablehook
         yield
     sys.unraisablehook = usual_hook
+
+
+def take_traceback(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments without --traceback. If it is one, show where errors arose from now on."""
+    if TRACEBACK in arguments:
+        os.environ["JAXGPT_TRACEBACK"] = "1"
+    return [word for word in arguments if word != TRACEBACK]
+
+
+def say_error(e: Exception) -> None:
+    """Print an error on stderr: one line, after the traceback if JAXGPT_TRACEBACK is set."""
+    if os.environ.get("JAXGPT_TRACEBACK", "0") not in ("", "0"):
+        traceback.print_exception(e)
+    say(one_line(f"jaxgpt: {e}"))
 
 
 def one_line(text: str) -> str:

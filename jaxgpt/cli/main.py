@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxgpt.cli import commands
-from jaxgpt.cli.console import report_errors
+from jaxgpt.cli.console import report_errors, take_traceback
 from jaxgpt.cli.experiment_file import load_file
 from jaxgpt.cli.options import parse
 from jaxgpt.cli.sample import sample
@@ -80,7 +80,7 @@ TRUST = "--trust-code"  # an option of all commands that read a run
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command `jaxgpt`. The exit status is 0 for success, 2 for the user's mistake, with a line or two, and 1 for anything else."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = take_traceback(sys.argv[1:] if argv is None else argv)
     with report_errors():
         if not arguments or arguments[0] in ("-h", "--help", "--help-all"):
             print(usage())
@@ -140,4 +140,5 @@ usage: jaxgpt COMMAND [OPTIONS]
 `jaxgpt --version` prints the version.
 RUN is a run directory, by default the newest under runs/.
 --trust-code runs the code that a RUN brings for classes of its own.
+--traceback shows where an error arose, as JAXGPT_TRACEBACK=1 does.
 EXPERIMENT: a Python file with `experiment`, or {", ".join(EXPERIMENTS)}, depth:N."""

@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxgpt.cli.console import report_errors, say
+from jaxgpt.cli.console import report_errors, say, say_error, take_traceback
 from jaxgpt.cli.options import parse
 from jaxgpt.config import Experiment
 from jaxgpt.config.presets import CONTEXT_OF_WEIGHTS, EXPERIMENTS, quickstart
+from jaxgpt.config.validate import check_value
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError, shell_line
 from jaxgpt.files import open_file, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
@@ -69,7 +70,7 @@ def train(
         if not jax.distributed.is_initialized():
             raise
         if isinstance(e, UserError | ProcessLost):
-            say(f"jaxgpt: {e}")
+            say_error(e)
         elif not isinstance(e, KeyboardInterrupt):
             traceback.print_exc()
         exit_now(e.status if isinstance(e, ProcessLost) else 2 if isinstance(e, UserError) else 1)
@@ -158,7 +159,8 @@ def run_experiment(experiment: Experiment, callbacks: Sequence[Callable[[dict[st
     with report_errors():
         example = f"{shell_line('python', sys.argv[0])} --train.seed 1"
         run = functools.partial(train, callbacks=callbacks)
-        parse(run, sys.argv[1:], Path(sys.argv[0]).name, example=example, experiment=experiment)()
+        check_value("experiment", experiment, Experiment)
+        parse(run, take_traceback(sys.argv[1:]), Path(sys.argv[0]).name, example=example, experiment=experiment)()
 
 
 def resumed_run(argv: list[str]) -> RunMetadata | None:

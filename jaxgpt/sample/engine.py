@@ -22,7 +22,7 @@ from jaxgpt.config import Precision
 from jaxgpt.config.validate import check_count
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.model import GPT
+from jaxgpt.model import GPT, check_model_type
 from jaxgpt.sample import BUCKET, Decoding, Sampling
 from jaxgpt.sample import state as programs
 from jaxgpt.sample.cache import KVCache, can_cache
@@ -371,6 +371,7 @@ def _decode(
     model: GPT, params: dict, prompts: Sequence[Sequence[int]], decoding: Decoding, key: jax.Array, every: int | None
 ) -> Iterator[tuple[list[list[int]], list[list[float]]]]:
     """Yield the new tokens of each prompt and their log-probabilities, after each burst of at most `every` tokens."""
+    check_model_type(model)
     burst, most = 1, BURST if every is None else check_count("every", every)
     ids = truncate_prompts(model, prompts)
     engine = Engine(

@@ -20,7 +20,7 @@ from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.kernels.native.build import why_not_native
 from jaxgpt.layers.kernels.native.product import native_product
 from jaxgpt.layers.linear import Dense, Embedding, Head, to_int8
-from jaxgpt.model import GPT
+from jaxgpt.model import GPT, check_model_type
 
 LOG = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -35,6 +35,7 @@ def for_decoding(model: GPT, params: dict, weights: Precision | None = None) -> 
     "bfloat16", half the memory, or "int8", a quarter, with one scale per output and inputs rounded to 8 bits too. None
     means the model's dtype. Norms, biases and learned positions stay in float32.
     """
+    check_model_type(model)
     if weights not in (None, *get_args(Precision)):
         raise UserError(f"weights={weights!r}: needs one of {', '.join(get_args(Precision))}")
     if (table := params.get("wte", {}).get(DECODE_MATRIX)) is not None:

@@ -16,7 +16,7 @@ from jaxgpt.config.validate import check_count, short
 from jaxgpt.data.pipeline import find_window_starts
 from jaxgpt.data.tokenizer import Tokenizer, find_start_token
 from jaxgpt.errors import UserError
-from jaxgpt.model import GPT
+from jaxgpt.model import GPT, check_model_type
 from jaxgpt.sample.quantize import apply_model
 from jaxgpt.sample.state import check_ids, known_ids, next_bucket
 
@@ -154,6 +154,7 @@ def _score_windows(
     vocab_size: int | None = None,
 ) -> list[list[np.ndarray]]:
     """Return the results of `_logprobs` for the tokens of each text from its `first` on. Before it they are nan, False and 0."""
+    check_model_type(model)
     block_size, batch_size = model.config.block_size, check_count("batch_size", batch_size)
     stride = max(block_size // 2, 1)
     results, windows = [], []
