@@ -161,10 +161,6 @@ OPTIONS = [
     (["report", "runs/tiny", "--tokens", "-1"], "--tokens=-1: needs at least 1"),
     (["runs", "nowhere"], "no directory nowhere: name one that holds runs"),
     (["runs", "--sort", "los"], "los"),
-    (
-        ["track", "runs/tiny", "--to", "wandb"],
-        "an experiment's now: take python experiments/track.py",
-    ),
     (["study"], "a Python file with"),
     (["study", "nowhere.py"], "no study 'nowhere.py': give a .py file"),
     (["study", "other.py"], "other.py has no `variants = {"),
@@ -194,10 +190,6 @@ OPTIONS = [
     (["export", "runs/tiny", "--to", "gguf", "--out", "new", "--dtype", "q4_0"], "dtype='q4_0': needs one of float32"),
     (["export", "runs/tiny", "--to", "peft", "--out", "new"], "runs/tiny has no adapters (--lora.rank)"),
     (["export", "runs/tiny", "--to", "hf", "--out", "with a file"], "with a file exists and is not empty"),
-    (
-        ["scale", "quickstart", "--minutes", "9"],
-        "an experiment's now: take python experiments/scaling_laws.py",
-    ),
     (["plan", "--topologie", "v5e:4x4"], "--topology"),
     (["plan", "--topology", "v9:1x1"], "topology 'v9:1x1': needs v4, v5e, v5p or v6e"),
     (

@@ -69,12 +69,6 @@ COMMANDS = {
     "audit": Command("replay.audit", "[RUN]", "jaxgpt audit runs/mine --steps 100"),
     "records": Command("records.records", "check FILE", "jaxgpt records check experiments/RECORDS.md"),
 }
-# Commands and options that left the package, with what replaces them.
-MOVED = {
-    "--beams": "python experiments/transformer_2017/translate.py RUN TEXT --beams 4",
-    "scale": "python experiments/scaling_laws.py quickstart --data.path mytext.txt",
-    "track": "python experiments/track.py RUN --to tensorboard",
-}
 TRUST = "--trust-code"  # an option of all commands that read a run
 
 
@@ -94,9 +88,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def bind_command(name: str, *options: str) -> Callable[[], None]:
     """Return the command of that name with its options bound."""
-    for word in (name, *(option.partition("=")[0] for option in options if option.startswith("--"))):
-        if word in MOVED:
-            raise UserError(f"{word} is an experiment's now: take {MOVED[word]}, in a clone of the repository")
     if name not in COMMANDS:
         raise UserError(
             f"unknown command {name!r}{suggest(name, COMMANDS)}. There are {', '.join(COMMANDS)}: see jaxgpt --help"

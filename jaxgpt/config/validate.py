@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import math
 import operator
 import reprlib
@@ -99,18 +100,15 @@ class Checked:
     def __init_subclass__(cls) -> None:
         """Raise `UserError` for a field that hides a method or a property, and for what hides a field."""
         annotated = inspect.get_annotations(cls)
-        for name in dict.fromkeys((*annotated, *(name for name in vars(cls) if not name.startswith("__")))):
-            for base in (base for base in cls.__mro__[1:] if name in (*vars(base), *inspect.get_annotations(base))):
-                old, new = vars(base).get(name), vars(cls).get(name)
-                hidden = f"{cls.__name__}.{name} hides {base.__name__}.{name}"
-                if name in getattr(base, "__dataclass_fields__", {}):
-                    if name not in annotated:
-                        raise UserError(f"{hidden}, which is a field: write its type too, or give it another name")
-                elif hasattr(old, "__get__") and (
-                    name in annotated or not (callable(new) or isinstance(old, property))
-                ):
-                    raise UserError(f"{hidden}{'()' * callable(old)}: give it another name")
-                break
+        for base, name in itertools.product(cls.__mro__[1:], (*annotated, *vars(cls))):
+            old, new = vars(base).get(name), vars(cls).get(name)
+            is_value = not (callable(new) or hasattr(new, "__get__") or isinstance(old, property))
+            is_hidden = hasattr(old, "__get__") and (name in annotated or is_value)
+            if name in getattr(base, "__dataclass_fields__", ()):
+                is_hidden = name not in annotated  # dataclasses would ignore it
+            if is_hidden:
+                hidden = f"{base.__name__}.{name}{'()' * callable(old)}"
+                raise UserError(f"{cls.__name__}.{name} hides {hidden}: give it another name, or a field its type")
 
     def __post_init__(self) -> None:
         """Check the values. A subclass that checks more calls this first."""

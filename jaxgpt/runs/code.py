@@ -18,6 +18,7 @@ import sys
 import traceback
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.machinery import PathFinder
 from importlib.util import decode_source
 from pathlib import Path
 from typing import Any
@@ -126,17 +127,14 @@ def is_own_file(file: str) -> bool:
 def find_place(e: BaseException, classes: Iterable[type] = ()) -> str:
     """Return "FILE:LINE: " of the innermost frame in a file of the user's that an exception went through, or "".
 
-    classes: look only in the folders of their files, and in notebooks. Without any, look in all files.
+    classes: look in the folders of their files only, unless they are in none.
     """
     files = [getattr(sys.modules.get(cls.__module__), "__file__", None) for cls in classes]
-    folders = [Path(file).resolve().parent for file in files if file is not None]
-    place = ""
-    for frame, line in traceback.walk_tb(e.__traceback__):
-        file = Path(frame.f_code.co_filename)
-        is_near = not folders or not file.exists() or any(map(file.resolve().is_relative_to, folders))
-        if is_near and is_own_file(str(file)):
-            place = f"{file}:{line}: "
-    return place
+    folders = [Path(file).resolve().parent for file in files if file is not None] or [Path("/")]
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(e.__traceback__)]
+    own = [(file, line) for file, line in frames if is_own_file(file)]
+    near = [f"{file}:{line}: " for file, line in own if any(map(Path(file).resolve().is_relative_to, folders))]
+    return near[-1] if near else ""
 
 
 def place_of(owner: Any) -> str:
@@ -155,29 +153,21 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.code, self.others, self.served = code, others, set[str]()
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of a module of this code."""
+        """Return the spec of a module of this code, as Python finds it in the folder."""
         if _is_elsewhere(fullname.partition(".")[0]):
             return None
-        inner = fullname.replace(".", "/")
-        file, place = self.code.find(fullname), self.code.folder / inner
-        if file is None and self.others:
-            both = (f"{inner}.py", f"{inner}/__init__.py")
-            file = next((name for name in both if (self.code.folder / name).is_file()), None)
-        is_namespace = file is None and (any(n.startswith(f"{inner}/") for n in self.code.files) or self._has(place))
-        if file is None and not is_namespace:
+        spec = PathFinder.find_spec(fullname, [str(self.code.folder)] if path is None else path)
+        if spec is None or (spec.has_location and not self._has(Path(spec.origin or ""))):
             return None
         self.served.add(fullname)
-        is_package = is_namespace or Path(file or "").name == "__init__.py"
-        loader = None if is_namespace else self
-        spec = importlib.machinery.ModuleSpec(fullname, loader, is_package=is_package)
-        if is_package:
-            spec.submodule_search_locations = [str(place)]
-        if file is not None:
-            spec.origin, spec.has_location = str(self.code.folder / file), True
+        if spec.has_location:  # not a folder without __init__.py
+            spec.loader = self
         return spec
 
-    def _has(self, place: Path) -> bool:
-        return self.others and place.is_dir() and any(place.glob("*.py"))
+    def _has(self, file: Path) -> bool:
+        return file.suffix == ".py" and (
+            self.others or file.relative_to(self.code.folder).as_posix() in self.code.files
+        )
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
         """Return the module if another one of this code has imported it."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxgpt.config import Experiment, GPTConfig, from_dict, to_dict
-from jaxgpt.config.validate import NonNegativeInt, PositiveInt, Size, check_fields, short
+from jaxgpt.config.validate import NonNegativeInt, PositiveInt, Size, check_fields, check_value, short
 from jaxgpt.errors import UserError, reason_of, shell_line
 from jaxgpt.files import is_there, json_sha256, read_json, write_whole
 from jaxgpt.runs.code import find_class, keep_code, own_code
@@ -78,6 +78,7 @@ def clear_beginning(directory: Path) -> None:
 
 def find_run(run: str | Path | None) -> Path:
     """Return a run directory, by default the newest under `runs/`. Raises `UserError` if it is not a run directory."""
+    check_value("run", run, str | os.PathLike | None)
     if run is not None and is_run(directory := Path(run)):
         return directory
     runs = sorted(d for d in RUNS.glob("*") if is_run(d))

@@ -18,6 +18,7 @@ from jaxgpt.config.validate import (
     PositiveInt,
     check_count,
     check_fields,
+    check_value,
     short,
 )
 from jaxgpt.errors import UserError
@@ -99,6 +100,7 @@ class Decoding:
 
     def __post_init__(self) -> None:
         """Check the fields. Convert ids and counts to Python's."""
+        check_value("sampling", self.sampling, Sampling)
         for name in ("max_new_tokens", "vocab_size", "bucket", "slots"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check_count(name, value))

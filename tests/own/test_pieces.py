@@ -258,7 +258,7 @@ MISTAKES = {
     "experiment = of(objective=Mine())": "Mine.act=.*experiment.json needs",
     "@config\nclass Mine(GPTConfig):\n    window: int = 8": r"mine.py:\d+: Mine.window hides GPTConfig.window\(\): give it",
     "@config\nclass Mine(DataConfig):\n    is_chat: bool": "Mine.is_chat hides DataConfig.is_chat: give it",
-    "class Mine(GPTConfig):\n    n_layer = 3": "Mine.n_layer hides GPTConfig.n_layer, which is a field",
+    "class Mine(GPTConfig):\n    n_layer = 3": "Mine.n_layer hides GPTConfig.n_layer: give it",
     "class Sees(nn.Module):\n    @nn.compact\n    def __call__(self, x, positions=None, *, segments_BT=None, train=False):\n"
     "        return nn.Dense(8)(x.mean(axis=1, keepdims=True) + x)\n"
     "@config\nclass Mine(GPTConfig):\n    def make_attention(self, layer, compute):\n        return Sees()\n"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.config import GPTConfig
-from jaxgpt.config.validate import check_count
+from jaxgpt.config.validate import check_count, check_value
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.data.dataset import encode_whole
 from jaxgpt.data.pipeline import Tokens
@@ -217,6 +217,7 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None, corp
     Raises:
         UserError: if the prompt is empty, longer than block_size or too long for a page, or the file cannot be used.
     """
+    check_value("run", run, Run)
     config, corpus_tokens = run.model.config, check_count("corpus_tokens", corpus_tokens, 0)
     if isinstance(prompt, str):
         ids = [*run.tokenizer.prefix, *run.tokenizer.encode(prompt).tolist()] if prompt else []
