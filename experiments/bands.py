@@ -28,6 +28,7 @@ import numpy as np
 from jaxgpt import Experiment, UserError, fit
 from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.config import differences, from_dict, to_dict
+from jaxgpt.runs.code import find_class_in
 from jaxgpt.runs.directory import RunMetadata, read_metadata
 from jaxgpt.runs.metrics import finite_values, read_metrics
 from jaxgpt.runs.training import CHANGEABLE, describe_data_changes
@@ -85,7 +86,9 @@ def find_band(run: RunMetadata) -> Band:
     if not file.is_file():
         raise UserError(f"{BANDS} has no {file.name}: make it with python experiments/bands.py EXPERIMENT")
     values = json.loads(file.read_text())
-    if differing := differing_fields(run.experiment, from_dict(Experiment, values["experiment"])):
+    if differing := differing_fields(
+        run.experiment, from_dict(Experiment, values["experiment"], find_class=find_class_in(run.experiment))
+    ):
         raise UserError(f"the band of {name} has another configuration: {', '.join(differing[:6])}")
     if describe_data_changes(run.data, values["data"]):
         raise UserError(f"the band of {name} is for another text")

@@ -37,6 +37,7 @@ from jaxgpt.data.dataset import prepare
 from jaxgpt.errors import Preempted
 from jaxgpt.files import json_sha256, read_json, render_json, write_whole
 from jaxgpt.parallel.device import train_flops_per_token
+from jaxgpt.runs.code import find_class_in
 from jaxgpt.statistics import CONFIDENCE
 from jaxgpt.tools.grid import Curve, format_table, train_or_resume
 
@@ -575,7 +576,8 @@ def read_plan(directory: Path, experiment: Experiment, asked: dict[str, Any]) ->
     if not path.exists():
         return None
     record = read_json(path, LARGEST_FILE)
-    changed = differences(from_dict(Experiment, record["experiment"]), experiment)
+    recorded = from_dict(Experiment, record["experiment"], find_class=find_class_in(experiment))
+    changed = differences(recorded, experiment)
     if record["minutes"] != asked["minutes"]:
         changed["minutes"] = record["minutes"], asked["minutes"]
     if record["data"] != asked["data"]:

@@ -1,4 +1,4 @@
-"""Read configurations from JSON values, compare them, and write them as Python source."""
+"""Read configurations from JSON values, write them as such, and compare them."""
 
 from __future__ import annotations
 
@@ -88,36 +88,3 @@ def differences(a: Any, b: Any, where: str = "") -> dict[str, tuple[Any, Any]]:
         elif x != y:
             found[where + field.name] = (x, y)
     return found
-
-
-def to_source(experiment: Any) -> str:
-    """Return Python source that defines `experiment`, with the fields that differ from their defaults.
-
-    Classes that are not ours are imported from their modules, which must lie in the directory of the file.
-    """
-    classes: dict[str, set[str]] = {}
-
-    def render(config: Any, indent: str) -> str:
-        name = type(config).__name__
-        is_ours = type(config).__module__.startswith("jaxgpt.")
-        classes.setdefault("jaxgpt" if is_ours else class_name(type(config)).partition(":")[0], set()).add(name)
-        lines = []
-        for field in dataclasses.fields(config):
-            value = getattr(config, field.name)
-            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-            if value != default:
-                text = render(value, f"{indent}    ") if dataclasses.is_dataclass(value) else repr(value)
-                lines.append(f"{indent}    {field.name}={text},\n")
-        return f"{name}(\n{''.join(lines)}{indent})"
-
-    body = render(experiment, "")
-    imports = "\n".join(f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(classes.items()))
-    return f"""\
-import jaxgpt
-{imports}
-
-experiment = {body}
-
-if __name__ == "__main__":
-    jaxgpt.run_experiment(experiment)
-"""

@@ -17,7 +17,7 @@ import os
 import sys
 import traceback
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.machinery import PathFinder
 from importlib.util import decode_source
 from pathlib import Path
@@ -301,14 +301,19 @@ def is_trusting() -> bool:
 
 def with_classes_of(known: Experiment, experiment: Experiment) -> Experiment:
     """Return the experiment with the classes of `known`, a run's own code, where they have the same names."""
-    changed = {}
-    for field in dataclasses.fields(known):
-        ours, value = getattr(known, field.name), getattr(experiment, field.name)
-        if type(ours) is not type(value) and class_name(type(ours)) == class_name(type(value)):
-            changed[field.name] = from_dict(
-                type(ours), {k: v for k, v in to_dict(value).items() if k != "class"}, f"{field.name}."
-            )
-    return dataclasses.replace(experiment, **changed)
+    return from_dict(Experiment, to_dict(experiment), find_class=find_class_in(experiment, known))
+
+
+def find_class_in(*configs: Any) -> Callable[[type, str], type]:
+    """Return a `find_class` of `from_dict` that knows the classes in some configurations, the last one's first."""
+    known = {class_name(cls): cls for config in configs for cls in own_classes(config)}
+
+    def find(base: type, name: str) -> type:
+        if name not in known:
+            raise UserError(f"class {short(name)} is none of {', '.join(known) or 'jaxgpt'}")
+        return known[name]
+
+    return find
 
 
 def _trusted() -> Path:

@@ -27,25 +27,24 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxgpt.config import Experiment, differences, from_dict
-from jaxgpt.config.serialize import to_dict, to_source
+from jaxgpt.config.serialize import to_dict
 from jaxgpt.config.validate import Count, NonNegativeInt, check_value, field_hints, short, suggest
-from jaxgpt.errors import UserError, shell_line
-from jaxgpt.files import is_there, open_whole, read_json, render_json, write_whole
+from jaxgpt.errors import UserError
+from jaxgpt.files import is_there, read_json, render_json, write_whole
 from jaxgpt.fitting import fit
-from jaxgpt.runs.code import own_code
+from jaxgpt.runs.code import find_class_in
 from jaxgpt.runs.directory import RUNS
 from jaxgpt.runs.training import CHANGEABLE
 from jaxgpt.statistics import mean_interval
 from jaxgpt.tools.grid import format_table, train_grid, with_values
 
-SWEEP, WINNER, PLOT = "sweep.json", "winner.py", "sweep.png"  # the first: the definition and, later, the result
+SWEEP = "sweep.json"  # the definition and, later, the result
 LARGEST_SWEEP = 2**24  # bytes of it
 SHARE = 3  # one point in three survives a round, and is then trained three times as long
 VARIABLE = ("model", "optim", "lora")
 # These fields change the tokens of a run, or what a loss per token means.
 FIXED = ("model.block_size", "model.vocab_size")
 DIGITS = 4  # digits of a float in a range: 0.001234
-COLOURS = ("#c6dbef", "#6baed6", "#2171b5", "#08306b")  # for the rounds, from the shortest. The last one is the finals'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,8 +233,7 @@ class SweepResult:
             if not axis.choices and best in (min(tried), max(tried)):
                 end = "lowest" if best == min(tried) else "highest"
                 lines.append(f"{axis.field}={best} is the {end} value tried: better ones may lie outside")
-        next_line = shell_line("jaxgpt", "train", self.directory / WINNER)
-        return "\n".join([*lines, f"{self.directory / PLOT}; next: {next_line}"])
+        return "\n".join([*lines, f"all losses: {self.directory / SWEEP}"])
 
 
 def _format_losses(losses: list[float | None]) -> str:
@@ -331,14 +329,6 @@ def sweep(
     found = SweepResult(axes=axes, directory=directory, rounds=rounds, trials=ranked, gap=gap)
     content = {"definition": definition, "result": found.to_json()}
     write_whole(directory / SWEEP, render_json(content, indent=1, ensure_ascii=False) + "\n")
-    plot_sweep(found)
-    winner = found.trials[0]
-    note = f"The winner of a sweep over {definition['over']}: validation loss {_format_losses(winner.losses[-1])}."
-    name = f"{experiment.name[:40]}-winner"  # a run of its own, separate from the experiment's
-    best = dataclasses.replace(with_values(experiment, winner.point), name=name)
-    write_whole(directory / WINNER, f'"""{note}"""\n\n{to_source(best)}')
-    if (code := own_code(best)) is not None:
-        code.write(directory)  # which the winner imports
     return found
 
 
@@ -362,14 +352,23 @@ def _check_or_write(definition: dict[str, Any], experiment: Experiment, director
         return
     if SWEEP not in names:
         raise UserError(f"{directory} exists and is not a sweep (no {SWEEP}): name another with --run-dir")
-    theirs = read_json(path, LARGEST_SWEEP)["definition"]
-    changed = differences(from_dict(Experiment, theirs.pop("experiment")), experiment)
+    another = f"{directory} holds another sweep: "
+    record = read_json(path, LARGEST_SWEEP)
+    theirs = record.get("definition") if isinstance(record, dict) else None
+    if not isinstance(theirs, dict):
+        raise UserError(f"{path} is damaged: it has no definition. Name another directory with --run-dir")
+    try:
+        recorded = from_dict(Experiment, theirs.get("experiment"), find_class=find_class_in(experiment))
+    except UserError as e:  # it is damaged, or has classes of its own that this experiment has not
+        raise UserError(f"{another}{e}. Name another directory with --run-dir") from None
+    changed = differences(recorded, experiment)
     # The text is compared where a run is resumed, but not where all are complete.
     changed = {x: values for x, values in changed.items() if x.startswith("data.") or not x.startswith(CHANGEABLE)}
-    changed |= {x: (was, definition[x]) for x, was in theirs.items() if was != definition[x]}
+    ours = {name: value for name, value in definition.items() if name != "experiment"}
+    changed |= {name: (theirs.get(name), now) for name, now in ours.items() if theirs.get(name) != now}
     if changed:
         listed = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changed.items() if name != "points")
-        raise UserError(f"{directory} holds another sweep: {listed or 'points'}. Name another directory with --run-dir")
+        raise UserError(f"{another}{listed or 'points'}. Name another directory with --run-dir")
 
 
 def mean_and_margin(losses: ArrayLike) -> tuple[float, float | None]:
@@ -379,45 +378,3 @@ def mean_and_margin(losses: ArrayLike) -> tuple[float, float | None]:
         return float(by_seed[0]), None
     mean, margin = mean_interval(by_seed)
     return float(mean), float(margin)
-
-
-def plot_sweep(found: SweepResult) -> None:
-    """Plot a panel per field, with a colour per round and error bars at full length, to a PNG file.
-
-    Runs that diverged are left out, and losses far above the others lie outside.
-    """
-    from matplotlib.figure import Figure  # takes 2 s to import, and pyplot would set global state
-
-    axes, rounds = found.axes, found.rounds
-    figure = Figure(figsize=(max(5.5, 4.2 * len(axes)), 4.2), layout="constrained")
-    panels = figure.subplots(1, len(axes), sharey=True, squeeze=False)[0]
-    shown = []
-    for r, current in enumerate(rounds):
-        trials = [trial for trial in found.trials if len(trial.losses) > r and None not in trial.losses[r]]
-        means, margins = zip(*(mean_and_margin(trial.losses[r]) for trial in trials), strict=True)
-        shown += means
-        is_last = r == len(rounds) - 1
-        style = {
-            "color": COLOURS[max(len(COLOURS) - len(rounds) + r, 0)],
-            "label": f"{current.steps:,} steps" + (f", {len(current.seeds)} new seeds" if is_last else ""),
-            "yerr": [margin or 0.0 for margin in margins] if is_last else None,
-        }
-        for axis, panel in zip(axes, panels, strict=True):
-            values = [trial.point[axis.field] for trial in trials]
-            x = list(map(axis.choices.index, values)) if axis.choices else values
-            panel.errorbar(x, means, fmt="o", capsize=3, **style)
-    low, median, high = min(shown), sorted(shown)[len(shown) // 2], max(shown)
-    if high > (top := low + 4 * (median - low)) > low:
-        panels[0].set_ylim(top=top)
-    for axis, panel in zip(axes, panels, strict=True):
-        panel.set_xlabel(axis.field)
-        if axis.choices:
-            panel.set_xticks(range(len(axis.choices)), [str(choice) for choice in axis.choices])
-            panel.set_xlim(-0.5, len(axis.choices) - 0.5)
-        elif axis.is_log:
-            panel.set_xscale("log")
-        panel.grid(alpha=0.25)
-    panels[0].set_ylabel("validation loss")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
-    with open_whole(found.directory / PLOT) as f:
-        figure.savefig(f, format="png", dpi=130)

@@ -1,9 +1,9 @@
 """Sweeps: what --over means, who is kept, who wins, and that an interrupted one ends as any other."""
 
 import contextlib
-import dataclasses
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -215,15 +215,54 @@ def test_another_sweep_is_not_mixed_with_it(one, change, said):
     run_sweep(one, **ONE, experiment=logged, fit_one=lambda *a, **b: pytest.fail("a run"))
 
 
+def own_experiment(tmp_path, name):
+    """An experiment with a class of its own, as its file is loaded on each call."""
+    (tmp_path / "mine.py").write_text(f"""
+from dataclasses import dataclass
+from jaxgpt import Experiment, GPTConfig
+
+@dataclass(frozen=True, kw_only=True)
+class {name}(GPTConfig):
+    n_expert: int = 1
+
+experiment = Experiment(name="mine", model={name}(vocab_size=256))
+""")
+    return load_experiment(str(tmp_path / "mine.py"))
+
+
+def test_a_sweep_with_a_class_of_its_own_is_resumed_and_another_class_is_another_sweep(tmp_path):
+    given = {"run_dir": str(tmp_path / "sweep"), "over": ("model.n-expert=1,2",), "trials": 2, "seeds": 1}
+    with pytest.raises(Preempted):
+        sweep(experiment=own_experiment(tmp_path, "Mine"), fit_one=Fake(stop_after=1), **given)
+    fake = Fake()
+    found = sweep(experiment=own_experiment(tmp_path, "Mine"), fit_one=fake, **given)
+    assert len(fake.runs) == 1
+    again = sweep(experiment=own_experiment(tmp_path, "Mine"), fit_one=lambda *a, **b: pytest.fail("a run"), **given)
+    assert again.to_json() == found.to_json()
+    with pytest.raises(UserError, match="holds another sweep: class 'mine:Mine' is none of mine:Other"):
+        sweep(experiment=own_experiment(tmp_path, "Other"), **given)
+    with pytest.raises(UserError, match=r"holds another sweep: model\.n_layer 12 -> 2"):
+        shallow = with_values(own_experiment(tmp_path, "Mine"), {"model.n_layer": 2})
+        sweep(experiment=shallow, **given)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "3", "{}", '{"definition": 3}', '{"definition": {}}', '{"definition": {"experiment": [1]}}', "{"],
+)
+def test_a_damaged_definition_is_refused(one, tmp_path, content):
+    shutil.copytree(one, tmp_path / "sweep")
+    (tmp_path / "sweep/sweep.json").write_text(content)
+    with pytest.raises(UserError, match=r"sweep\.json is damaged|holds another sweep"):
+        run_sweep(tmp_path / "sweep", **ONE)
+
+
 def test_the_report(tmp_path):
     over = (RATE, "model.activation=relu,gelu")
     found = run_sweep(tmp_path, over=over, trials=9, fit_one=Fake(largest=5e-2, best=1e-4))
     kept = json.loads((tmp_path / "sweep.json").read_text())
     assert kept["result"] == json.loads(json.dumps(found.to_json())) and kept["definition"]["trials"] == 9
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    winner = load_experiment(str(tmp_path / "winner.py"))
     first = found.trials[0]
-    assert winner == dataclasses.replace(with_values(EXPERIMENT, first.point), name="fake-winner")
     head, _, line, *_ = str(found).splitlines()
     assert head == "| trial | optim.learning_rate | model.activation | 200 steps | 600 steps, new seeds (95%) |"
     assert line.startswith(f"| {first.trial} | {first.point['optim.learning_rate']} | ") and " ± " in line
