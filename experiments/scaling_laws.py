@@ -469,7 +469,7 @@ def run_scale(
     vocab_size = experiment.model.vocab_size or dataset.tokenizer.vocab_size
     size_of = functools.cache(lambda n_head: make_size(experiment, n_head, vocab_size))
     unit = smallest_n_head(experiment)
-    asked = {"experiment": dataclasses.asdict(experiment), "minutes": minutes, "data": dataset.fingerprint}
+    asked = {"experiment": to_dict(experiment), "minutes": minutes, "data": dataset.fingerprint}
     plan = read_plan(directory, experiment, asked)
     if plan is None:
         plan = make_plan(unit, size_of, measure, minutes=minutes, data_tokens=len(dataset.train))

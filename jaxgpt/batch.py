@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxgpt.config.validate import short_repr
+
 
 class Batch(NamedTuple):
     """Rows of tokens and the token that follows each: NumPy arrays on the host, JAX arrays in a program."""
@@ -13,6 +15,7 @@ class Batch(NamedTuple):
     mask_BT: Any = None  # bool: the targets that count. None means all
     segments_BT: Any = None  # int32: the document of each input, 0 for padding. None means one per row
     extras: dict[str, Any] | None = None  # arrays with B rows: more arguments of the model, by name
+    __repr__ = short_repr
 
     def micro_batches(self, n: int) -> "Batch":
         """Split the rows into n micro-batches, a new first axis. Each takes every n-th row, so devices keep their rows."""

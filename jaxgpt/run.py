@@ -21,7 +21,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.hf.source import end_tokens
 from jaxgpt.layers.block import Compute
 from jaxgpt.model import GPT
-from jaxgpt.parallel.device import compute_options
+from jaxgpt.parallel.device import compute_options, count_parameters
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.parallel.multihost import one_copy, whole_everywhere
 from jaxgpt.parallel.strategy import with_shardings
@@ -90,6 +90,11 @@ class Run:
     tokenizer: Tokenizer  # the tokenizer that it was trained with
     step: int  # optimiser steps that produced these parameters
     val_loss: float | None  # validation loss at that step, in nats per token. None means that it was not measured
+
+    def __repr__(self) -> str:
+        size = f"{count_parameters(self.model.shapes()):,} parameters"
+        loss = "not measured" if self.val_loss is None else f"{self.val_loss:.4f} {self.experiment.objective.unit}"
+        return f"Run({self.experiment.name}, {size}, step {self.step:,}, validation loss {loss}, in {self.directory})"
 
     def sample(
         self,

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxgpt.config.validate import short_repr
+
 CONFIDENCE = 0.95
 
 
@@ -16,6 +18,7 @@ class MeanInterval(NamedTuple):
 
     mean: np.ndarray  # the mean
     margin: np.ndarray  # half of the interval's width
+    __repr__ = short_repr
 
 
 def mean_interval(samples: ArrayLike, confidence: float = CONFIDENCE) -> MeanInterval:

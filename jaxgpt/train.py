@@ -11,6 +11,7 @@ from flax import linen as nn
 from flax import struct
 
 from jaxgpt.batch import Batch
+from jaxgpt.config.validate import short_repr
 
 Params = dict[str, Any]  #: parameters, a tree of arrays
 Metrics = dict[str, Any]  #: what a step reports, scalars by name
@@ -30,6 +31,7 @@ class SkipState:
     skipped: jax.Array  # int32: steps skipped so far
     in_a_row: jax.Array  # int32: steps skipped since the last one taken
     norms: jax.Array  # float32 [NUM_NORMS]: a ring of gradient norms of the last steps taken, NaN where empty
+    __repr__ = short_repr
 
 
 @struct.dataclass
@@ -40,6 +42,7 @@ class TrainState:
     params: Params  # float32: the trained parameters
     opt_state: SkipState  # state of the optimizer, and a record of skipped steps
     frozen_params: Params | None = None  # the model's own, if `params` are adapters. None if there are none
+    __repr__ = short_repr
 
 
 def init_and_dropout_keys(seed: int) -> tuple[jax.Array, jax.Array]:

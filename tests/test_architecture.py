@@ -37,9 +37,9 @@ ROWS = [
     ["train"],
     ["model", "optim", "lora"],
     ["layers"],
-    ["batch"],
+    ["batch", "statistics"],
     ["config"],
-    ["files", "statistics"],
+    ["files"],
     ["errors"],
 ]
 

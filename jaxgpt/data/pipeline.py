@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxgpt.batch import Batch
+from jaxgpt.config.validate import short_repr
 from jaxgpt.data.tokenizer import Tokenizer
 
 PREFETCH = 16  # batches read ahead
@@ -129,6 +130,7 @@ class Dataset:
     # before the step, outside the compiled step. It must depend on its arguments only. None means that the rows are the batch
     roll_out: Callable[..., tuple[Batch, dict[str, float]]] | None = None
     notes: tuple[str, ...] = ()  # lines to print before training
+    __repr__ = short_repr
 
 
 def training_batches(

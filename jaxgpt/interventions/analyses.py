@@ -13,6 +13,7 @@ import optax
 from jax.tree_util import Partial
 from numpy.typing import ArrayLike
 
+from jaxgpt.config.validate import short_repr
 from jaxgpt.errors import UserError
 from jaxgpt.interventions.model import (
     ACTIVATIONS,
@@ -52,6 +53,7 @@ class Ablations(NamedTuple):
     loss: float  # loss of the whole model, in nats per token
     heads: MeanInterval  # the rise without each head, over rows, in nats per token: arrays [L, N]
     mlps: MeanInterval  # the rise without each MLP, over rows, in nats per token: arrays [L]
+    __repr__ = short_repr
 
 
 def ablate_all(
@@ -190,6 +192,7 @@ class Attribution(NamedTuple):
     biases_L: jax.Array  # the bias of attention's c_proj in each layer
     mlps_L: jax.Array  # each MLP
     norm: jax.Array  # []: the bias of the last norm
+    __repr__ = short_repr
 
     def total(self) -> jax.Array:
         """Return the difference of the logits."""
@@ -376,6 +379,7 @@ class Probe(NamedTuple):
     accuracy: float  # share of the rows that it labels correctly
     loss: float  # nats per row
     chance: float  # accuracy of always answering the most frequent label of the fitted rows
+    __repr__ = short_repr
 
 
 def fit_probe(activations_UD: ArrayLike, labels_U: ArrayLike, *, held_out: float = 0.25, l2: float = 1e-3) -> Probe:

@@ -19,6 +19,7 @@ from jax.tree_util import Partial
 from numpy.typing import ArrayLike
 
 from jaxgpt.config import GPTConfig
+from jaxgpt.config.validate import short_repr
 from jaxgpt.errors import UserError
 from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.block import Block
@@ -56,6 +57,7 @@ class Edit:
     positions: Indices = None  # positions of tokens, in generated text too. None means all
     keep: float = 1.0  # factor of x
     add: ArrayLike = 0.0  # what is added to x, broadcast to [positions, selected, ...]
+    __repr__ = short_repr
 
 
 def zero(place: str, layer: int | None = None, *, index: Indices = None, positions: Indices = None) -> Edit:
@@ -300,6 +302,7 @@ class Forward(NamedTuple):
 
     logits_BTV: jax.Array  # float32: the logits of each next token
     activations: dict[str, jax.Array]  # what was read, by name, such as "h_0/heads": [B, T, ...]
+    __repr__ = short_repr
 
 
 def run(model: GPT, params: Params, tokens_BT: Any, edits: Sequence[Edit] = (), *, read: Sequence[str] = ()) -> Forward:

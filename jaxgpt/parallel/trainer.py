@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, ObjectiveConfig, OptimConfig, ParallelConfig
+from jaxgpt.config.validate import short_repr
 from jaxgpt.errors import UserError
 from jaxgpt.head_loss import chunked_next_token_loss, fused_next_token_loss
 from jaxgpt.layers.block import NO_SHARDING, Compute
@@ -56,6 +57,7 @@ class Trainer:
     abstract_state: TrainState  # shapes and shardings to restore checkpoints with
     abstract_batch: Batch  # shapes and shardings of a training batch
     fallback: str | None = None  # message if the strategy is not the recorded one
+    __repr__ = short_repr
 
     def merged_params(self, state: TrainState) -> Params:
         """Return the parameters for `eval_step`: the model's, with each adapter, if any, next to its kernel."""

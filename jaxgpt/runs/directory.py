@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxgpt.config import Experiment, GPTConfig, from_dict, to_dict
-from jaxgpt.config.validate import NonNegativeInt, PositiveInt, Size, check_fields, check_value, short
+from jaxgpt.config.validate import NonNegativeInt, PositiveInt, Size, check_fields, check_value, short, short_repr
 from jaxgpt.errors import UserError, reason_of, shell_line
 from jaxgpt.files import is_there, json_sha256, read_json, write_whole
 from jaxgpt.runs.code import find_class, keep_code, own_code
@@ -171,6 +171,7 @@ class RunMetadata:
     command: str | None  # command that started the run
     intervals: tuple[Intervals, ...]  # by session, where they changed. The first are those of `given`
     code: dict | None  # SHA-256 of each file of its own classes, kept in code/. None if it has none, or no file
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
+from jaxgpt.config.validate import short_repr
 from jaxgpt.errors import UserError
 from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.kernels.plain import cap_scores
@@ -50,6 +51,7 @@ class LayerCache(flax.struct.PyTreeNode):
     # int8 caches have one scale per token and head (`quantize.to_int8`). None means the values themselves
     k_scale_BKS: jax.Array | None = None
     v_scale_BKS: jax.Array | None = None
+    __repr__ = short_repr
 
     @property
     def columns(self) -> int:
@@ -134,6 +136,7 @@ class KVCache(flax.struct.PyTreeNode):
 
     layers: tuple[Any, ...]  # a `LayerCache` for each layer, or what `init_cache` returned
     block: int = flax.struct.field(pytree_node=False)  # columns that attention reads at a time. It divides S
+    __repr__ = short_repr
 
     @property
     def is_columns(self) -> bool:

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jaxgpt.config import Precision
-from jaxgpt.config.validate import check_count
+from jaxgpt.config.validate import check_count, short_repr
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT, check_model_type
@@ -47,6 +47,7 @@ class Request:
     stop_tokens: Sequence[int] = ()  # the completion ends before the first of these
     top_logprobs: int | None = None  # alternatives of each token, 0 to MAX_TOP. None means no log-probabilities
     grammar: Grammar | None = None  # what the completion must match. None means any text
+    __repr__ = short_repr
 
 
 class Piece(NamedTuple):
@@ -298,6 +299,7 @@ class Generated:
     tokens: list[list[int]]  # ids of each completion
     logprobs: list[list[float]] | None = None  # log-probability of each of `tokens`. None unless requested
     prompt_logprobs: list[list[float]] | None = None  # the same of each token of the prompt, nan for the first
+    __repr__ = short_repr
 
 
 def generate(

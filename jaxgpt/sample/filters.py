@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxgpt.config.validate import LARGEST_SIZE
+from jaxgpt.config.validate import LARGEST_SIZE, short_repr
 from jaxgpt.sample import MAX_BIASES, Sampling
 
 COLDEST = 1e-6  # lowest temperature: below it, rounding errors in the logits decide, and logits overflow
@@ -38,6 +38,7 @@ class SamplingRows(flax.struct.PyTreeNode):
     is_biased_B: jax.Array  # bool: the row has biases
     bias_ids_BK: jax.Array  # int32, K = MAX_BIASES, padded with ids that no model has
     biases_BK: jax.Array  # float32: what is added to the logits of these ids
+    __repr__ = short_repr
 
     @staticmethod
     def stack(samplings: Sequence[Sampling]) -> SamplingRows:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.config.validate import check_count, short
+from jaxgpt.config.validate import check_count, short, short_repr
 from jaxgpt.data.pipeline import find_window_starts
 from jaxgpt.data.tokenizer import Tokenizer, find_start_token
 from jaxgpt.errors import UserError
@@ -36,6 +36,7 @@ class PromptScores(NamedTuple):
 
     logprobs: list[float]  # nan for the first token, which has no context
     top: list[list[tuple[int, float]]]  # (id, logprob) for each token, best first. The first token has none
+    __repr__ = short_repr
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,7 @@ class Score:
     bits: float  # -log2 of the probability of the counted tokens
     tokens: int  # number of counted tokens
     characters: int  # number of characters that the counted tokens decode to
+    __repr__ = short_repr
 
     @property
     def bits_per_character(self) -> float:

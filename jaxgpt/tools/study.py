@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config import Experiment, ObjectiveConfig, differences
-from jaxgpt.config.validate import check_count, short
+from jaxgpt.config.validate import check_count, short, short_repr
 from jaxgpt.errors import UserError
 from jaxgpt.files import render_json, write_whole
 from jaxgpt.fitting import fit
@@ -52,6 +52,7 @@ class Table:
 
     at: float  # tokens or seconds of the shortest run
     rows: list[Comparison]  # none if some run had no validation until then
+    __repr__ = short_repr
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ class Study:
     seconds: Table
     seeds: int
     unit: str = ObjectiveConfig.unit  # what the validation losses are
+    __repr__ = short_repr
 
     def __str__(self) -> str:
         head = ["variant", "mean", "standard deviation", "difference from the first", "verdict"]

@@ -28,7 +28,7 @@ from numpy.typing import ArrayLike
 
 from jaxgpt.config import Experiment, differences, from_dict
 from jaxgpt.config.serialize import to_dict
-from jaxgpt.config.validate import Count, NonNegativeInt, check_value, field_hints, short, suggest
+from jaxgpt.config.validate import Count, NonNegativeInt, check_value, field_hints, short, short_repr, suggest
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_json, render_json, write_whole
 from jaxgpt.fitting import fit
@@ -200,6 +200,7 @@ class SweepResult:
     # Loss by which the second is worse, paired by seed. An unadjusted two-sided test of the first against the second is
     # valid although both were chosen by these losses (Hung and Fithian 2019, arXiv:1610.03944). None if there is no second.
     gap: tuple[float, float | None] | None
+    __repr__ = short_repr
 
     def to_json(self) -> dict[str, Any]:
         """Return rounds, trials and gap."""

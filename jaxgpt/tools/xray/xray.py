@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.config import GPTConfig
-from jaxgpt.config.validate import check_count, check_value
+from jaxgpt.config.validate import check_count, check_value, short_repr
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.data.dataset import encode_whole
 from jaxgpt.data.pipeline import Tokens
@@ -50,6 +50,7 @@ class Guess(NamedTuple):
     tokens_TK: np.ndarray  # int32, the most probable first
     probabilities_TK: np.ndarray
     logprob_T: np.ndarray  # nats, for the next token of the text, nan at the last position
+    __repr__ = short_repr
 
 
 class Branch(NamedTuple):
@@ -58,6 +59,7 @@ class Branch(NamedTuple):
     name: str  # "h_0/attn", "h_0/mlp"
     added_T: np.ndarray  # Euclidean norm at each position
     stream_T: np.ndarray  # norm of the stream after the addition (for post-norm, after the norm)
+    __repr__ = short_repr
 
 
 class Norm(NamedTuple):
@@ -68,6 +70,7 @@ class Norm(NamedTuple):
     after_TD: np.ndarray
     scale_D: np.ndarray  # gamma, including an offset of 1 if there is one
     bias_D: np.ndarray | None  # beta. None means no bias
+    __repr__ = short_repr
 
 
 class Activations(NamedTuple):
@@ -81,6 +84,7 @@ class Activations(NamedTuple):
     start_T: np.ndarray  # Euclidean norm of the stream that enters the first block
     branches: list[Branch]  # in the order of computation
     norms: list[Norm]  # in the order of computation
+    __repr__ = short_repr
 
 
 def capture_activations(model: GPT, params: Params, tokens: list[int], vocab_size: int | None = None) -> Activations:
