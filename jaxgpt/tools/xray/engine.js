@@ -252,7 +252,7 @@ class Engine {
       bits: this.tokens.map((_, t) => (t ? -this.logprob(t - 1) / Math.LN2 : null)),
       guess: this.guess(this.layers.length, PREDICTIONS),
       lens: this.lens.map((_, l) => this.guess(l, LENS_PREDICTIONS)),
-      attention: this.layers.map(({ weights }, l) => this.maps(weights, `layer ${l + 1}`)),
+      attention: this.layers.map(({ weights }, l) => this.maps(weights, `layer ${l}`)),
       start: this.start.subarray(0, T),
       branches: branches.map(({ name, added, stream }) => ({ name, added: added.subarray(0, T), stream: stream.subarray(0, T) })),
       norms: [...this.layers.flatMap(({ norms }) => Object.values(norms)), this.last].filter(Boolean).map((norm) => this.norm(norm)),

@@ -115,8 +115,8 @@ function switches() {
     return element;
   };
   const heads = [...Array(engine.N).keys()];
-  const rows = engine.layers.flatMap((_, l) => [h("span", {}, `layer ${l + 1}`), h("div", { class: "switches" },
-    ...heads.map((n) => one(`${l},${n}`, l + 1, `head ${n + 1}`)), one(`${l},mlp`, l + 1, "MLP"))]);
+  const rows = engine.layers.flatMap((_, l) => [h("span", {}, `layer ${l}`), h("div", { class: "switches" },
+    ...heads.map((n) => one(`${l},${n}`, l, `head ${n}`)), one(`${l},mlp`, l, "MLP"))]);
   const all = h("button", { type: "button", id: "all-on", onclick: () => change([...engine.off]) }, "all on");
   return [h("p", {}, "Click a head or an MLP to switch it off: its output becomes zero. ", all), h("div", { class: "layers" }, ...rows)];
 }

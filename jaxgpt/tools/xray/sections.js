@@ -53,7 +53,7 @@ function strip(label, ids, picked) {
       buttons.forEach((button, t) => {
         button.style.setProperty("--much", `${Math.round(100 * Math.min(Math.max(much(t), 0), 1))}%`);
         button.style.setProperty("--shade", color);
-        button.setAttribute("aria-label", `${visible(word(ids[t]))}, position ${t + 1}: ${label(t)}`);
+        button.setAttribute("aria-label", `${visible(word(ids[t]))}, position ${t}: ${label(t)}`);
       });
     },
   };
@@ -67,7 +67,7 @@ function guesses(guess, t) {
 
 function positionBar() {
   const current = h("output", { id: "position" });
-  onSelect((t) => replace(current, `position ${t + 1} of ${texts.text.length}: `, h("span", { class: "code" }, named(word(texts.text[t]))), data.bits[t] === null ? ", no context" : `, ${number(data.bits[t])} bits`));
+  onSelect((t) => replace(current, `position ${t}, of 0 to ${texts.text.length - 1}: `, h("span", { class: "code" }, named(word(texts.text[t]))), data.bits[t] === null ? ", no context" : `, ${number(data.bits[t])} bits`));
   return h("div", { class: "position", role: "group", "aria-label": "selected position" },
     h("button", { type: "button", id: "previous", onclick: () => select(selection.fixed - 1, true) }, "← previous"),
     h("button", { type: "button", id: "next", onclick: () => select(selection.fixed + 1, true) }, "next →"),
@@ -91,7 +91,7 @@ function surprise() {
     if (t === 0) return replace(panel, h("p", {}, "The first token has no context, so the model does not predict it."));
     const p = data.guess.actual[t - 1];
     const rows = guesses(data.guess, t - 1).map((g) => [code(named(g.text)), percent(g.p), bar(g.p)]);
-    replace(panel, table(`most probable tokens at position ${t + 1}`, ["token", "probability", ""], rows),
+    replace(panel, table(`most probable tokens at position ${t}`, ["token", "probability", ""], rows),
       h("p", {}, "Actual token: ", h("span", { class: "code" }, named(word(texts.text[t]))), `, probability ${percent(p)}, ${number(data.bits[t])} bits.`));
   });
   return section("surprise", "Surprise", explained, h("div", { class: "columns" }, holder, panel));
@@ -119,13 +119,13 @@ function attention() {
     const buttons = [...Array(roots.shape[0]).keys()].map((n) => {
       const [canvas, lines] = [h("canvas", { "aria-hidden": "true" }), h("div")];
       const button = h("button", { type: "button", class: "head", "data-head": `${l},${n}`, onclick: () => dialog.show(l, n) },
-        canvas, h("b", {}, `head ${n + 1}`), lines);
+        canvas, h("b", {}, `head ${n}`), lines);
       heads.push(() => {
         const map = data.attention[l];
         const [, T, S] = map.roots.shape;
         const share = map.shares?.[n];
         const shares = share ? `previous ${percent(share[0])}, first ${percent(share[1])}, itself ${percent(share[2])}` : "";
-        button.setAttribute("aria-label", `${name}, head ${n + 1}: ${shares}`);
+        button.setAttribute("aria-label", `${name}, head ${n}: ${shares}`);
         replace(lines, ...shares.split(", ").map((line) => h("div", {}, line)));
         paint(canvas, array(map.roots).subarray(n * T * S, (n + 1) * T * S), T, S);
       });
@@ -137,7 +137,7 @@ function attention() {
   drawn(redraw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   return section("attention", "Attention",
-    h("p", {}, "One map per head, with one row per token: its weights on the tokens that it can attend to. A darker pixel is a larger weight; the shade is the square root of the weight. Below each map: the share of attention on the previous token, on the first token and on the token itself, averaged over tokens from the third on. Click a map to enlarge it."),
+    h("p", {}, "One map per head, with one row per token: its weights on the tokens that it can attend to. The more a pixel differs from the background, the larger the weight; the shade is the square root of the weight. Below each map: the share of attention on the previous token, on the first token and on the token itself, averaged over tokens from the third on. Click a map to enlarge it."),
     ...layers.flat(), dialog.element);
 }
 
@@ -166,7 +166,7 @@ function headDialog() {
     const [, T, S] = map.roots.shape;
     const roots = array(map.roots).subarray(n * T * S, (n + 1) * T * S);
     const weight = (t, s) => (roots[t * S + s] / 255) ** 2;
-    title.textContent = `${map.name}, head ${n + 1}`;
+    title.textContent = `${map.name}, head ${n}`;
     const pick = (t, fixed) => {
       if (fixed) {
         state.t = t;
@@ -183,8 +183,8 @@ function headDialog() {
       tokens.shade((s) => weight(t, s) / most, (s) => percent(weight(t, s)));
       paint(canvas, roots, T, S, t);
       const order = [...Array(S).keys()].sort((a, b) => weight(t, b) - weight(t, a)).slice(0, 6);
-      const rows = order.filter((s) => weight(t, s) > 0).map((s) => [code(named(word(texts.text[s]))), s + 1, percent(weight(t, s)), bar(weight(t, s))]);
-      replace(weights, table(`largest attention weights of position ${t + 1}, ${named(word(texts.text[t]))}`, ["token", "position", "weight", ""], rows));
+      const rows = order.filter((s) => weight(t, s) > 0).map((s) => [code(named(word(texts.text[s]))), s, percent(weight(t, s)), bar(weight(t, s))]);
+      replace(weights, table(`largest attention weights of position ${t}, ${named(word(texts.text[t]))}`, ["token", "position", "weight", ""], rows));
     };
     canvas.onpointermove = (event) => {
       const t = Math.floor((event.offsetY / canvas.clientHeight) * T);
@@ -203,26 +203,26 @@ function headDialog() {
 
 // The residual stream and its norms ------------------------------------------------------------------------------------
 
-const branchName = (name) => name.replace(/^h_(\d+)\/attn$/, (_, i) => `attention ${Number(i) + 1}`).replace(/^h_(\d+)\/mlp$/, (_, i) => `MLP ${Number(i) + 1}`);
-const normName = (name) => name.replace(/^h_(\d+)\/ln_(1|2)(_out)?$/, (_, i, n, out) => `layer ${Number(i) + 1}, ${{ 1: "attention", 2: "MLP" }[n]}${out ? " output" : ""}`).replace(/^ln_f$/, "final norm");
+const branchName = (name) => name.replace(/^h_(\d+)\/attn$/, (_, i) => `attention ${i}`).replace(/^h_(\d+)\/mlp$/, (_, i) => `MLP ${i}`);
+const normName = (name) => name.replace(/^h_(\d+)\/ln_(1|2)(_out)?$/, (_, i, n, out) => `layer ${i}, ${{ 1: "attention", 2: "MLP" }[n]}${out ? " output" : ""}`).replace(/^ln_f$/, "final norm");
 
 function stream() {
   const panel = h("div", {});
   const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
   const names = ["embedding", ...data.branches.map((b) => branchName(b.name))];
-  const short = ["emb", ...data.branches.map((b) => b.name.replace(/^h_(\d+)\/(.).*$/, (_, i, kind) => `${{ a: "att", m: "mlp" }[kind]} ${Number(i) + 1}`))];
+  const short = ["emb", ...data.branches.map((b) => b.name.replace(/^h_(\d+)\/(.).*$/, (_, i, kind) => `${{ a: "att", m: "mlp" }[kind]} ${i}`))];
   onSelect((t) => {
     const at = (pick) => data.branches.map((b) => pick(b));
     const norms = [data.start[t], ...at((b) => b.stream[t])];
     const added = [null, ...at((b) => b.added[t])];
     const rows = names.map((name, i) => [name, i ? number(added[i]) : "–", number(norms[i]), number(i ? mean(data.branches[i - 1].stream) : mean(data.start))]);
     replace(panel,
-      chart(`norms by layer at position ${t + 1}`, short, [
+      chart(`norms by layer at position ${t}`, short, [
         { name: "stream, this position", values: norms, color: "var(--accent)" },
         { name: "stream, mean", values: [mean(data.start), ...at((b) => mean(b.stream))], color: "var(--quiet)", dash: "2 4" },
         { name: "added, this position", values: added, color: "var(--hot)", dash: "7 3" },
       ]),
-      table(`Euclidean norms at position ${t + 1}`, ["after", "added", "stream", "stream, mean over positions"], rows));
+      table(`Euclidean norms at position ${t}`, ["after", "added", "stream", "stream, mean over positions"], rows));
   });
   return section("stream", "The residual stream",
     h("p", {}, "The Euclidean norm of a token's vector along the layers, and of the output that each attention and each MLP adds to it."), panel);
@@ -234,14 +234,14 @@ function norms() {
   const select = h("select", { id: "norm", onchange: () => draw(selected()) }, ...data.norms.map((norm, i) => h("option", { value: i }, normName(norm.name))));
   const triple = (x) => (x === null ? "none" : `${number(x[0])} (${number(x[1])} to ${number(x[2])})`);
   const draw = (t) => {
-    replace(all, table(`each ${kind} at position ${t + 1}; gamma and beta: mean (minimum to maximum)`, ["norm", "mean before", "variance before", "gamma", "beta", "mean after", "variance after"],
+    replace(all, table(`each ${kind} at position ${t}; gamma and beta: mean (minimum to maximum)`, ["norm", "mean before", "variance before", "gamma", "beta", "mean after", "variance after"],
       data.norms.map((n) => [normName(n.name), number(n.before.mean[t]), number(n.before.variance[t]), triple(n.scales), triple(n.biases), number(n.after.mean[t]), number(n.after.variance[t])])));
     const n = data.norms[Number(select.value)];
     const [mean, variance] = [n.before.mean[t], n.before.variance[t]];
     const inner = (x) => (n.centred ? (x - mean) / Math.sqrt(variance + n.eps) : x / Math.sqrt(variance + mean * mean + n.eps));
     const x = n.x[t];
     const row = (name, f) => [name, ...x.map((_, i) => number(f(i)))];
-    replace(one, table(`${normName(n.name)}, position ${t + 1}: the first ${x.length} elements of the vector`, ["", ...x.map((_, i) => i + 1)], [
+    replace(one, table(`${normName(n.name)}, position ${t}: the first ${x.length} elements of the vector`, ["", ...x.keys()], [
       row("x", (i) => x[i]),
       row(n.centred ? "(x − mean) / √(variance + ε)" : "x / √(mean of x² + ε)", (i) => inner(x[i])),
       row("gamma", (i) => n.scale[i]),
@@ -262,7 +262,7 @@ function mlp() {
   let tokens;
   const [top, peakLine, examples] = [h("div", { id: "units", "aria-live": "polite" }), h("p", {}), h("div", { id: "examples" })];
   const holder = h("div");
-  const layer = h("select", { id: "mlp-layer", onchange: () => pick(Number(layer.value), null) }, ...data.mlp.map((_, i) => h("option", { value: i }, `layer ${i + 1}`)));
+  const layer = h("select", { id: "mlp-layer", onchange: () => pick(Number(layer.value), null) }, ...data.mlp.map((_, i) => h("option", { value: i }, `layer ${i}`)));
   const unit = h("input", { id: "unit", type: "number", min: 0, step: 1, onchange: () => pick(state.layer, Number(unit.value)) });
 
   const best = (t) => {
@@ -278,7 +278,7 @@ function mlp() {
     const units = best(t);
     const most = Math.max(...units.map((u) => u.value), 1e-9);
     const rows = units.map((u) => [h("button", { type: "button", "data-unit": u.unit, onclick: () => pick(state.layer, u.unit) }, u.unit), number(u.value), bar(u.value / most)]);
-    replace(top, table(`layer ${state.layer + 1}: the most active units at position ${t + 1}`, ["unit", "activation", ""], rows),
+    replace(top, table(`layer ${state.layer}: the most active units at position ${t}`, ["unit", "activation", ""], rows),
       h("p", {}, m.zeros ? `Zero at this position: ${percent(m.zeros[t])} of ${m.units} units. Zero at every position: ${m.silent} units.` : `${m.units} units; their activation function gives no exact zeros.`));
   }
 
@@ -290,7 +290,7 @@ function mlp() {
     unit.max = m.units - 1;
     unit.value = state.unit;
     tokens.shade((t) => levels[t] / 15, (t) => `about ${number((levels[t] / 15) * peak, 2)}`);
-    peakLine.textContent = `Unit ${state.unit} of layer ${state.layer + 1}: ${peak > 0 ? `largest activation on this text ${number(peak)}` : "never above zero on this text"}.`;
+    peakLine.textContent = `Unit ${state.unit} of layer ${state.layer}: ${peak > 0 ? `largest activation on this text ${number(peak)}` : "never above zero on this text"}.`;
     if (!data.corpus) return replace(examples, h("p", { class: "quiet" }, `No examples from a corpus. ${data.why_no_corpus}`));
     const K = m.examples.shape[1];
     const at = array(m.examples).subarray(state.unit * K, (state.unit + 1) * K);
@@ -345,7 +345,7 @@ function lens() {
         (cells[t] ??= []).push(cell);
         return cell;
       });
-      return [l ? `after layer ${l}` : "embedding", ...row];
+      return [l ? `after layer ${l - 1}` : "embedding", ...row];
     }).reverse();
     const grid = table("most probable next token at each position (columns), predicted from the stream after each layer (rows)",
       ["", ...[...texts.text].map((id) => visible(word(id)))], rows);
@@ -362,13 +362,13 @@ function lens() {
     before = cells[t];
     before.forEach((cell) => cell.classList.add("here"));
     const next = texts.text[t + 1];
-    const rows = data.lens.map((guess, l) => [l ? `layer ${l}` : "embedding",
+    const rows = data.lens.map((guess, l) => [l ? `layer ${l - 1}` : "embedding",
       h("td", { class: "text" }, guesses(guess, t).map((g) => `${named(g.text)} ${percent(g.p)}`).join("  ")),
       next === undefined ? "–" : percent(guess.actual[t])]);
-    replace(panel, table(`predictions at position ${t + 1}, after ${named(word(texts.text[t]))}`, ["from the stream after", "most probable:", next === undefined ? "actual token" : `actual token ${named(word(next))}`], rows));
+    replace(panel, table(`predictions at position ${t}, after ${named(word(texts.text[t]))}`, ["from the stream after", "most probable:", next === undefined ? "actual token" : `actual token ${named(word(next))}`], rows));
   });
   return section("lens", "The logit lens",
-    h("p", {}, "The next token that the model would predict after each layer: its final norm and output matrix, applied to the residual stream there. A deeper blue is a higher probability."),
+    h("p", {}, "The next token that the model would predict after each layer: its final norm and output matrix, applied to the residual stream there. The more a cell differs from the background, the higher the probability."),
     holder, panel);
 }
 
@@ -458,7 +458,8 @@ function drawPage(...parts) {
   document.body.append(
     h("a", { class: "skip", href: "#surprise" }, "skip to the text"),
     h("header", {}, h("h1", {}, data.title),
-      h("dl", { class: "facts" }, ...data.facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))))),
+      h("dl", { class: "facts" }, ...data.facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
+      h("p", {}, "Layers, heads, positions, units and elements are counted from 0, as in jaxgpt.interventions.")),
     ...parts, h("nav", { "aria-label": "parts of the page" }, h("ul", {}, ...links)),
     positionBar(), h("main", {}, ...sections));
   select(Math.min(1, texts.text.length - 1), true);

@@ -257,7 +257,7 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None, corp
         # The page shades square roots, in 256 levels, because most weights are small.
         roots = np.round(255 * np.sqrt(np.clip(weights_NTS, 0, 1))).astype(np.uint8)
         shares = round_numbers(attention_shares(weights_NTS), 3)
-        return {"name": f"layer {layer + 1}", "roots": arrays.put(roots), "shares": shares}
+        return {"name": f"layer {layer}", "roots": arrays.put(roots), "shares": shares}
 
     def put_norm(norm: Norm) -> dict[str, Any]:
         scale_D, bias_D, moments = norm.scale_D, norm.bias_D, {}

@@ -122,22 +122,22 @@ def test_surprise_and_its_alternatives(page, run, found):
     assert [number(row[1]) for row in rows] == pytest.approx(found.guess.probabilities_TK[t - 1].tolist(), **NEAR)
     assert "bits" in tokens.nth(t).get_attribute("aria-label")
     page.mouse.move(5, 5)  # what was under the pointer is no longer chosen
-    assert "position 2 of" in page.text_content("#position")
+    assert "position 1, of 0 to" in page.text_content("#position")
     tokens.nth(t).click()
     page.mouse.move(5, 5)
-    assert f"position {t + 1} of" in page.text_content("#position")
+    assert f"position {t}, of 0 to" in page.text_content("#position")
     bits = np.append(0, -found.guess.logprob_T[:-1])
     np.testing.assert_allclose(shades(page, "#surprise .tok"), 100 * bits / bits.max(), atol=1)
 
 
 def test_keys_move_through_the_text(page):
     page.focus("#surprise .tok >> nth=0")
-    for key, position in (("ArrowRight", 2), ("ArrowDown", 3), ("ArrowLeft", 2), ("End", len(PROMPT)), ("Home", 1)):
+    for key, position in (("ArrowRight", 1), ("ArrowDown", 2), ("ArrowLeft", 1), ("End", len(PROMPT) - 1), ("Home", 0)):
         page.keyboard.press(key)
-        assert f"position {position} of" in page.text_content("#position")
+        assert f"position {position}, of 0 to" in page.text_content("#position")
     assert "The first token has no context" in page.text_content("#alternatives")
     page.click("#next")
-    assert "position 2 of" in page.text_content("#position")
+    assert "position 1, of 0 to" in page.text_content("#position")
 
 
 def test_a_head_enlarged(page, found):
@@ -146,24 +146,24 @@ def test_a_head_enlarged(page, found):
     N = found.weights_LNTS[0].shape[0]
     label = page.locator(f"[data-head='1,{N - 1}']").get_attribute("aria-label")
     said = [number(x) for x in re.findall(r"[\d.]+%", label)]
-    assert label.startswith(f"layer 2, head {N}: previous") and said == pytest.approx(
+    assert label.startswith(f"layer 1, head {N - 1}: previous") and said == pytest.approx(
         attention_shares(found.weights_LNTS[1])[-1], **NEAR
     )
     page.click("[data-head='1,0']")
-    assert page.text_content("#head-title") == "layer 2, head 1"
+    assert page.text_content("#head-title") == "layer 1, head 0"
     t = 9
     page.locator("dialog .tok").nth(t).hover()
     row = found.weights_LNTS[1][0, t]
     rows = cells(page, "#attended")
-    assert int(rows[0][1]) == np.argmax(row) + 1
+    assert int(rows[0][1]) == np.argmax(row)
     assert [number(r[2]) for r in rows] == pytest.approx(np.sort(row)[::-1][: len(rows)].tolist(), **NEAR)
     np.testing.assert_allclose(shades(page, "dialog .tok"), 100 * row / row.max(), atol=2)
     # On the map itself, by the pointer: the row under it.
     box = page.locator("#map").bounding_box()
     page.mouse.move(box["x"] + 5, box["y"] + (20.5 / len(PROMPT)) * box["height"])
-    assert "position 21," in page.text_content("#attended caption")
+    assert "position 20," in page.text_content("#attended caption")
     page.click("text=head →")
-    assert page.text_content("#head-title") == "layer 2, head 2"
+    assert page.text_content("#head-title") == "layer 1, head 1"
     page.keyboard.press("Escape")
     assert not page.is_visible("dialog")
 
@@ -198,9 +198,9 @@ def test_tables_of_a_position(page, found):
     assert number(start[2]) == pytest.approx(found.start_T[t], **NEAR)
     for row, branch in zip(rows, found.branches, strict=True):
         assert [number(row[1]), number(row[2])] == pytest.approx([branch.added_T[t], branch.stream_T[t]], **NEAR)
-    assert [row[0] for row in rows] == ["attention 1", "MLP 1", "attention 2", "MLP 2"]
+    assert [row[0] for row in rows] == ["attention 0", "MLP 0", "attention 1", "MLP 1"]
     page.locator(f"#lens td[data-t='{t + 1}']").first.click()
-    assert f"position {t + 2} of" in page.text_content("#position")
+    assert f"position {t + 1}, of 0 to" in page.text_content("#position")
     rows = cells(page, "#lens-predictions")
     assert len(rows) == len(found.lens) == page.locator("#lens .lens tbody tr").count()
     for row, guess in zip(rows, found.lens, strict=True):
