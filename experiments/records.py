@@ -4,12 +4,13 @@ Question    does an optimiser reach 1.88 in so many steps, and is it better than
 Reference   rules 1 to 5 of RECORDS.md. The model, the text and the batch come from laptop/base.py.
 Command     python experiments/records.py EXPERIMENT.py[:NAME] --data.path shakespeare.txt --steps N
                 --out experiments/results/records/NAME.json [--against EXPERIMENT.py[:NAME]] [--seeds 20]
-            jaxgpt records check experiments/RECORDS.md
+            python experiments/records.py check experiments/RECORDS.md
 Method      an experiment gets N steps, with its complete schedule within them. The whole validation split is measured
             after the last step. `jaxgpt audit` then takes all steps again, from the seed. The experiment after --against
             is trained with the same steps and seeds, and not audited. Seconds count the steps, without
             compilation and validation.
-Result      the file after --out, written again after each seed, and a row for the table of RECORDS.md.
+Result      the file after --out, written again after each seed, and a row for the table of RECORDS.md. `check` trains
+            nothing: it compares each row with its file and with the rules. Exit status 1: an entry breaks one.
 
 Runs stay in runs/records/NAME/SEED, and in runs/records/NAME-against/SEED. A complete run is not trained again, and an
 audit that the file has is not repeated on the same processor with the same versions.
@@ -20,24 +21,34 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import itertools
 import os
+import re
+import sys
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jaxgpt import Experiment, UserError, fit
 from jaxgpt.cli.console import report_errors, say, show
 from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.config import differences
 from jaxgpt.data.corpus import CORPORA
-from jaxgpt.files import read_json, render_json, sha256, write_whole
+from jaxgpt.errors import first_line
+from jaxgpt.files import read_bytes, read_json, render_json, sha256, write_whole
 from jaxgpt.runs.code import run_file
 from jaxgpt.runs.training import CHANGEABLE
+from jaxgpt.statistics import paired_p_values
 from jaxgpt.tools.grid import read_curve, with_values
-from jaxgpt.tools.records import LARGEST, MARK, SEEDS, format_cells
 from jaxgpt.tools.replay import audit
 
 HERE = Path(__file__).resolve().parent
 BASE = f"{HERE / 'laptop/base.py'}"  # its model, text and batch are fixed
+MARK, SEEDS, LEVEL = 1.88, 20, 1e-3  # nats per token to reach, runs of an entry, and level of each test
+COLUMNS = "date|entry|steps|loss (sd)|p of the mark|p against the last record|seconds (sd)|processor|data".split("|")
+HEAD = f"| {' | '.join(COLUMNS)} |"
+LARGEST = 2**20  # bytes of a file
 TEXT = CORPORA["shakespeare"].sha256
 # Prefixes of the fields that rule 1 leaves free, and of those that decide no result.
 FREE = (*CHANGEABLE, "optim.", "model.residual_init", "train.steps", "train.seed", "train.eval_tokens")
@@ -114,6 +125,76 @@ def run_entry(
     return found
 
 
+def check_page(page: str) -> dict[str, list[str]]:
+    """Return what is wrong with each entry of the page's table, whose rows link the files of their runs."""
+    path, faults, last = Path(page), {}, None
+    lines = read_bytes(path, LARGEST).decode("utf-8", "replace").splitlines()
+    if HEAD not in lines:
+        raise UserError(f"{path} has no table of entries, whose first line is {HEAD}")
+    first = lines.index(HEAD) + 2
+    end = next((n for n, line in enumerate(lines) if n >= first and not line.strip()), len(lines))
+    section = itertools.takewhile(lambda line: not line.startswith("#"), lines[end:])
+    for number, line in enumerate(section, end + 1):
+        if line.lstrip().startswith("|"):
+            raise UserError(f"{path}:{number}: a row after the end of the table: remove the blank line before it")
+    for number, line in enumerate(lines[first:end], first + 1):
+        cells = [cell.strip() for cell in line.strip(" |").split("|")]
+        place, link = f"{path}:{number}", re.search(r"\]\((.+)\)$", cells[-1])
+        if len(cells) != len(COLUMNS) or link is None:
+            raise UserError(f"{place}: a row needs {len(COLUMNS)} cells, the last one a link to the file of the runs")
+        if not line.isprintable():
+            raise UserError(f"{place}: {line!r} has characters that cannot be printed")
+        record = read_json(file := path.parent / link[1], LARGEST)
+        try:
+            with np.errstate(invalid="raise", over="raise"):  # from numbers that are not finite
+                faults[f"{place}: {cells[1]}"] = find_faults(record, cells, last)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as e:
+            raise UserError(f"{place}: {file} is damaged: {type(e).__name__}: {first_line(e)}") from None
+        last = record
+    return faults
+
+
+def find_faults(record: Any, cells: list[str], last: Any) -> list[str]:
+    """Return what is wrong with an entry. last: the record before it. Errors of many types say that a record is damaged."""
+    runs, steps, seeds = record["runs"], record["steps"], list(range(SEEDS))
+    unaudited = [run["seed"] for run in runs if run["audit"] != {"retaken": steps, "accepted": True}]
+    p_mark, p_against = p_values(record)
+    rows = zip(COLUMNS, cells, format_cells(record, entry=cells[1], data=cells[-1]), strict=True)
+    rules = {f"{name} is {cell} in the table, {value} in its file": cell == value for name, cell, value in rows}
+    rules |= {
+        f"its steps are {steps!r}, not a whole number from 1": type(steps) is int and steps >= 1,
+        f"its seeds are not 0 to {SEEDS - 1}, each once": sorted(run["seed"] for run in runs) == seeds,
+        f"seeds {unaudited}: not every step is audited and right": not unaudited,
+        f"its mean loss is not below {MARK} at p < {LEVEL}": p_mark < LEVEL,
+    }
+    if last is not None:
+        against = record["against"] or {"experiment": None, "losses": []}
+        rules |= {
+            "the last record has no more steps": steps < last["steps"],
+            "against is not the last record's experiment": against["experiment"] == last["experiment"],
+            "against has other seeds": sorted(run["seed"] for run in against["losses"]) == seeds,
+            f"the last record is not worse at p < {LEVEL}": p_against < LEVEL,
+        }
+    return [fault for fault, is_kept in rules.items() if not is_kept]
+
+
+def p_values(record: dict[str, Any]) -> list[float]:
+    """Return one-sided p-values: the losses are below the mark, and below the last record's. NaN means no losses of it."""
+    losses = {run["seed"]: run["val_loss"] for run in record["runs"]}
+    others = {run["seed"]: run["val_loss"] for run in (record["against"] or {"losses": []})["losses"]}
+    both = [loss - MARK for loss in losses.values()], [losses[seed] - others[seed] for seed in losses if seed in others]
+    two_sided = [float(paired_p_values(x)) if x else np.nan for x in both]
+    return [p / 2 if sum(x) < 0 else 1 - p / 2 for x, p in zip(both, two_sided, strict=True)]
+
+
+def format_cells(record: dict[str, Any], *, entry: str, data: str) -> list[str]:
+    """Return a record as a row of the table. entry: its name. data: the link to its file."""
+    tests = ["none" if np.isnan(p) else f"{p:.1e}" for p in p_values(record)]
+    loss, seconds = ([run[name] for run in record["runs"]] for name in ("val_loss", "seconds"))
+    loss, seconds = (f"{np.mean(x):.{n}f} ({np.std(x, ddof=1):.{n}f})" for x, n in ((loss, 4), (seconds, 1)))
+    return [record["date"], entry, f"{record['steps']}", loss, *tests, seconds, record["processor"], data]
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the command line. Exit status 2: the user's mistake, in a line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -124,7 +205,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--against", help="the last record's experiment")
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"fewer than {SEEDS} are no entry")
     parser.add_argument("--runs", type=Path, default=Path("runs/records"), help="the directory of the runs")
-    given = vars(parser.parse_args(argv))
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["check"] and len(words) == 2:
+        with report_errors():
+            faults = check_page(words[1])
+            lines = [f"{entry}: {'; '.join(wrong) or 'valid'}" for entry, wrong in faults.items()]
+            show("\n".join(line if line.isprintable() else repr(line) for line in lines) or "There is no entry.")
+        sys.exit(any(faults.values()))
+    given = vars(parser.parse_args(words))
     with report_errors():
         found = run_entry(given.pop("experiment"), **given)
         link = f"[{given['out'].name}]({os.path.relpath(given['out'].resolve(), HERE)})"

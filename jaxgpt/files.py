@@ -136,7 +136,6 @@ class Result:
 
     value: Any
     text: str
-    accepted: bool = True  # whether nothing is wrong. Otherwise the exit status is 1
 
     def to_json(self) -> Any:
         """Return the JSON."""

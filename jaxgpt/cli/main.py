@@ -43,7 +43,6 @@ TOOLS = {
     "sweep": "Search for the best learning rate, or other values.",
     "replay": "Repeat one training step of a run, writing nothing.",
     "audit": "Check a run's numbers by taking random steps again.",
-    "records": "Check the records of fewest training steps.",
 }
 # In the order in which a newcomer needs them.
 COMMANDS = {
@@ -67,7 +66,6 @@ COMMANDS = {
     "export": Command(commands.export_model, "[RUN]", "jaxgpt export runs/mine --to gguf --out mine.gguf"),
     "replay": Command("replay.replay", "[RUN]", "jaxgpt replay runs/mine --step 300"),
     "audit": Command("replay.audit", "[RUN]", "jaxgpt audit runs/mine --steps 100"),
-    "records": Command("records.records", "check FILE", "jaxgpt records check experiments/RECORDS.md"),
 }
 TRUST = "--trust-code"  # an option of all commands that read a run
 
@@ -108,7 +106,7 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
             preset = finetune() if has_weights else quickstart(chat=is_chat)
             defaults["experiment"] = preset if metadata is None else metadata.given
     if isinstance(run, str):
-        if name not in ("runs", "prepare", "records"):  # which start no jax
+        if name not in ("runs", "prepare"):  # which start no jax
             configure_jax()
         module, _, function = run.partition(".")
         run = getattr(importlib.import_module(f"jaxgpt.tools.{module}"), function)

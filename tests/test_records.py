@@ -7,9 +7,11 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.files import sha256
-from jaxgpt.tools.records import HEAD, MARK, SEEDS, format_cells, records
 from tests.conftest import REPOSITORY
 from tests.helpers import script
+
+tool = script("records")
+HEAD, MARK, SEEDS, format_cells = tool.HEAD, tool.MARK, tool.SEEDS, tool.format_cells
 
 
 def losses(mean):
@@ -37,19 +39,35 @@ def check(tmp_path):
             (tmp_path / f"{name}.json").write_text(change(json.dumps(record)))
             rows += f"| {' | '.join(format_cells(record, entry=name, data=f'[data]({name}.json)'))} |\n"
         (tmp_path / "page.md").write_text(change(f"# Records\n\n{HEAD}\n|---|\n{rows}\nThe end.\n"))
-        return records(("check", str(tmp_path / "page.md")))
+        return tool.check_page(str(tmp_path / "page.md"))
 
     return check
 
 
 def test_a_first_entry_and_a_record_are_valid_and_so_is_the_real_table(check, entries, tmp_path):
-    assert str(check({})) == "There is no entry."
-    found = check(entries)
-    assert str(found) == f"{tmp_path}/page.md:5: first: valid\n{tmp_path}/page.md:6: second: valid" and found.accepted
-    assert records(("check", str(REPOSITORY / "experiments/RECORDS.md"))).accepted
+    assert check({}) == {}
+    assert check(entries) == {f"{tmp_path}/page.md:5: first": [], f"{tmp_path}/page.md:6: second": []}
+    assert not any(tool.check_page(str(REPOSITORY / "experiments/RECORDS.md")).values())
+
+
+def test_the_command_says_each_row_and_ends_with_a_status(check, entries, tmp_path, capsys):
+    for date, status, said in (
+        ("2026-11-26", 0, "valid"),
+        ("\x1b[2J", 1, r"date is 2026-11-26 in the table, \x1b[2J in"),
+    ):
+        check(entries)
+        (tmp_path / "second.json").write_text(json.dumps(entries["second"] | {"date": date}))
+        with pytest.raises(SystemExit) as left:
+            tool.main(["check", str(tmp_path / "page.md")])
+        printed = capsys.readouterr().out
+        assert left.value.code == status and said in printed and printed.count("\n") == 2 and "\x1b" not in printed
 
 
 FALSE = {
+    "its steps are 0, not a whole number from 1": lambda second: second.update(steps=0),
+    "its steps are -5, not a whole number from 1": lambda second: second.update(steps=-5),
+    "its steps are 99.5, not a whole number from 1": lambda second: second.update(steps=99.5),
+    "its steps are True, not a whole number from 1": lambda second: second.update(steps=True),
     "its seeds are not 0 to 19, each once": lambda second: second["runs"].pop(),
     "seeds [7]: not every step is audited and right": lambda second: second["runs"][7]["audit"].update(accepted=False),
     "seeds [8]: not every step is audited and right": lambda second: second["runs"][8]["audit"].update(retaken=199),
@@ -65,7 +83,8 @@ FALSE = {
 def test_a_broken_rule_is_named(check, entries, fault):
     FALSE[fault](entries["second"])
     found = check(entries)
-    assert not found.accepted and fault in str(found) and "first: valid" in str(found)
+    first, second = found.values()
+    assert first == [] and fault in second
 
 
 @pytest.mark.parametrize(
@@ -77,6 +96,13 @@ def test_a_broken_rule_is_named(check, entries, fault):
         ('"val_loss": 1.', '"val_loss": 1e999, "x": 1.', "first.json is damaged: FloatingPointError"),
         ("first.json", "zeroth.json", "cannot read .*zeroth.json: No such file"),
         ("| a processor", "", "page.md:5: a row needs 9 cells"),
+        ("| first |", "| fi\x1b[2Jrst |", r"page.md:5: '.*\\x1b.*' has characters that cannot be printed"),
+        (
+            "(first.json) |\n",
+            "(first.json) |\n\n",
+            "page.md:7: a row after the end of the table: remove the blank line",
+        ),
+        ("(first.json) |\n", "(first.json) |\n\nText.\n  | 2026", "page.md:8: a row after the end of the table"),
         ("| steps |", "| stairs |", "page.md has no table of entries"),
     ],
 )
@@ -87,7 +113,8 @@ def test_a_damaged_file_or_table_is_named(check, entries, old, new, words):
 
 def test_a_row_that_says_other_than_its_file_is_named(check, entries):
     found = check(entries, lambda text: text.replace("| 250 | 1.8695 (", "| 249 | 1.8694 ("))
-    assert not found.accepted and "steps is 249 in the table, 250 in its file; loss (sd) is 1.8694 (" in str(found)
+    steps, loss = found[min(found)]
+    assert steps == "steps is 249 in the table, 250 in its file" and loss.startswith("loss (sd) is 1.8694 (")
 
 
 EXPERIMENTS = """
@@ -102,7 +129,7 @@ larger = dataclasses.replace(experiment, train=TrainConfig(batch_size=8))
 
 def test_one_command_runs_and_resumes_an_entry_and_refuses_another_batch(tmp_path, text_file, monkeypatch, capsys):
     (tmp_path / "tiny.py").write_text(EXPERIMENTS)
-    module, audited = script("records"), []
+    module, audited = tool, []
     monkeypatch.setattr(module, "BASE", str(tmp_path / "tiny.py"))
     monkeypatch.setattr(module, "TEXT", sha256(text_file))
     audit = module.audit
