@@ -35,33 +35,22 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_HOME = {
-    "DataConfig": "config",
-    "Decoding": "sample",
-    "Experiment": "config",
-    "GPT": "model",
-    "GPTConfig": "config",
-    "Generated": "sample.engine",
-    "LoraConfig": "config",
-    "ObjectiveConfig": "config",
-    "OptimConfig": "config",
-    "ParallelConfig": "config",
-    "Run": "run",
-    "Sampling": "sample",
-    "Score": "sample.score",
-    "TrainConfig": "config",
-    "UserError": "errors",
-    "configure_jax": "parallel.jax_setup",
-    "fit": "fitting",
-    "for_decoding": "sample.quantize",
-    "generate": "sample.engine",
-    "load": "run",
-    "run_experiment": "cli.train",
-    "score": "sample.score",
-    "speculate": "sample.search",
-    "stream": "sample.engine",
-    "xray": "tools.xray.xray",
+_NAMES = {  # by the module that they come from
+    "cli.train": "run_experiment",
+    "config": "DataConfig Experiment GPTConfig LoraConfig ObjectiveConfig OptimConfig ParallelConfig TrainConfig",
+    "errors": "UserError",
+    "fitting": "fit",
+    "model": "GPT",
+    "parallel.jax_setup": "configure_jax",
+    "run": "Run load",
+    "sample": "Decoding Sampling",
+    "sample.engine": "Generated generate stream",
+    "sample.quantize": "for_decoding",
+    "sample.score": "Score score",
+    "sample.search": "speculate",
+    "tools.xray.xray": "xray",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = list(_HOME)
 

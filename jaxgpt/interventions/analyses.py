@@ -53,7 +53,6 @@ class Ablations(NamedTuple):
     loss: float  # loss of the whole model, in nats per token
     heads: MeanInterval  # the rise without each head, over rows, in nats per token: arrays [L, N]
     mlps: MeanInterval  # the rise without each MLP, over rows, in nats per token: arrays [L]
-    __repr__ = short_repr
 
 
 def ablate_all(

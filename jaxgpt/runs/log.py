@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -69,10 +69,7 @@ class RunLog:
             line = line | ({"val_losses": self.val_losses} if self.val_losses else {})
             self._write(line)
             self.lines.append(line)
-            folder = os.path.commonprefix(list(self.val_losses)).rpartition("/")[:2]  # noqa: RUF071, up to its last slash
-            each = ", ".join(
-                f"{name.removeprefix(''.join(folder))} {loss:.3f}" for name, loss in self.val_losses.items()
-            )
+            each = ", ".join(f"{Path(name).name} {loss:.3f}" for name, loss in self.val_losses.items())
             values = self._update(step, val=f"val {line['val_loss']:.3f}" + (f" ({each})" if each else ""))
             if self._bar.disable:
                 left = (time.monotonic() - self._began) / max(1, step - self._start) * (steps - step)
