@@ -122,7 +122,7 @@ def parse_json(raw: str | bytes, where: str, **hooks: Any) -> Any:
 
     try:
         text = raw if isinstance(raw, str) else raw.decode("utf-8")
-        strict = {"object_pairs_hook": once, "parse_constant": no_number}
+        strict: dict[str, Any] = {"object_pairs_hook": once, "parse_constant": no_number}
         return json.loads(text.removeprefix("\ufeff"), **(strict | hooks))
     except RecursionError:
         raise UserError(f"{where} is damaged: nested too deeply") from None

@@ -400,20 +400,18 @@ def read_tokens(directory: Path) -> Entry:
     Raises `UserError` unless all of it is as it was written.
     """
     files = sorted(directory.glob("*.bin"))
-    try:
+    with contextlib.suppress(
+        OSError, ValueError, LookupError, TypeError, AttributeError
+    ):  # a `UserError` is a ValueError
         meta, tokenizer = read_json(directory / "meta.json", 2**20), load_tokenizer(directory / "tokenizer.json")
         found: dict[str, Any] = {f"{f.stem}_sha256": sha256(f) for f in files}
         arrays: dict[str, np.ndarray] = {f.stem: np.memmap(f, _dtype(f.stem, tokenizer), "r") for f in files}
         found |= {f"{split}_tokens": len(arrays[split]) for split in SPLITS}
         found |= {"tokenizer_sha256": fingerprint(tokenizer)}
-        made_of, counts = meta["fingerprint"], meta["about"]
-        # Earlier versions did not hash the counts.
-        is_whole = found == made_of and meta.get("about_sha256") in (None, json_sha256(counts))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # a `UserError` is a ValueError
-        is_whole = False
-    if not is_whole:
-        raise UserError(f"the cached tokens in {directory} are damaged: delete that folder, to encode the text again")
-    return arrays, tokenizer, made_of, counts
+        counts = dict(meta["about"])  # which earlier versions did not hash
+        if found == meta["fingerprint"] and meta.get("about_sha256") in (None, json_sha256(counts)):
+            return arrays, tokenizer, meta["fingerprint"], counts
+    raise UserError(f"the cached tokens in {directory} are damaged: delete that folder, to encode the text again")
 
 
 def _from_entry(entry: Entry) -> Dataset:

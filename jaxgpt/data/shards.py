@@ -116,17 +116,17 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
         if len(files) > 1:
             share = f"{100 * config.val_fraction:g}%"
             notes.append(f"no file is named val: of the {len(files)} files the last {share} of the tokens are held out")
-    text: dict[str, int] = {}
+    counted: dict[str, int] = {}
     made = {s["file"] for s in index["shards"] if s["file"].startswith("val")} if index is not None else set()
     if index is not None and made and {f.name for f in held_out} == made:
-        text = index.get("text", {}).get("val", text)  # which earlier versions did not count
+        counted = index.get("text", {}).get("val", counted)  # which earlier versions did not count
     lengths = {"train_tokens": sum(map(len, train)), "val_tokens": sum(map(len, val))}
     return Dataset(
         train=Tokens(train),
         val=Tokens(val),
         tokenizer=tokenizer,
-        val_characters=text.get("characters"),
-        val_bytes=text.get("bytes"),
+        val_characters=counted.get("characters"),
+        val_bytes=counted.get("bytes"),
         fingerprint=lengths | {"files": scanned, "tokenizer_sha256": fingerprint(tokenizer)},
         notes=tuple(notes),
     )
