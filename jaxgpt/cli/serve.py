@@ -28,7 +28,7 @@ def serve(
     reproducible: bool = False,
     weights: Precision | None = None,
     cache_dtype: Precision | None = None,
-    prefix_cache_mb: Annotated[int, Interval(ge=0, le=2**20)] = 256,
+    prefix_cache_mb: Annotated[int, Interval(ge=0, le=1_048_576)] = 256,
     api_key_file: str | None = None,
     no_key: bool = False,
     allowed_host: tuple[str, ...] = (),
@@ -70,7 +70,8 @@ def serve(
     loaded = open_run(run, average).for_decoding(weights)
     from jaxgpt.serve import server
 
-    listener, log = server.bind(host, port), server.make_log(say, log_format)
+    listener = server.bind(host, port)
+    log = server.make_log(say, log_format)
     app, compile_all = server.make_server(
         loaded,
         slots=slots,
@@ -80,7 +81,7 @@ def serve(
         names=model_name,
         any_name=any_model,
         cache_dtype=cache_dtype,
-        prefix_bytes=prefix_cache_mb * 10**6,
+        prefix_bytes=prefix_cache_mb * 1_000_000,
         timeout=timeout,
         reproducible=reproducible,
         log_prompts=log_prompts,
