@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.serve.conftest import BLOCK, CHAT, HELLO, join_choices, read_events
+from tests.serve.conftest import CHAT, HELLO, join_choices, read_events
 
 TEXTS = "/v1/completions"
 IDS = [65] * 5
