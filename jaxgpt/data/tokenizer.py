@@ -6,14 +6,11 @@ format of Hugging Face's `tokenizers`, unchanged. The others have a format of ou
 
 from __future__ import annotations
 
-import collections
 import functools
 import hashlib
-import itertools
 import json
 import logging
 import re
-import threading
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -192,8 +189,10 @@ class BPETokenizer(Tokenizer):
         template = _call_library(self._tokenizer.encode, "a", what="its template cannot be used")
         first = template.special_tokens_mask.index(0) if 0 in template.special_tokens_mask else 0
         self.prefix = tuple(template.ids[:first])
-        self._lock = threading.Lock()  # guards the known words
-        self._forget_words()
+        # The ids of words of long texts, as bytes.
+        self._encode_word = functools.lru_cache(MOST_WORDS)(
+            lambda word: np.array(self._encode_whole(word).ids, np.int32).tobytes()
+        )
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text. A long one is encoded word by word, each distinct word once."""
@@ -203,41 +202,15 @@ class BPETokenizer(Tokenizer):
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text, word by word if that is known to give the same."""
-        what = "the tokenizer cannot read the text"
-        encode = functools.partial(
-            _call_library, self._tokenizer.encode_batch_fast, add_special_tokens=False, what=what
-        )
-        for text in texts:
-            _encode_utf8(text)
         if not self.is_splittable:
-            return [np.array(e.ids, dtype=np.int32) for e in encode(list(texts))]
-        # The library creates objects for each occurrence of a word, and takes twice the time on two cores.
-        with self._lock:
-            if (known := len(self._index)) > MOST_WORDS:
-                known = self._forget_words()
-            words = [split_words(text) for text in texts]
-            order = np.fromiter(map(self._index.__getitem__, itertools.chain.from_iterable(words)), np.int64)
-            try:
-                if new := list(itertools.islice(self._index, known, None)):
-                    found = [e.ids for e in encode(new)]
-                    self._ids = np.append(self._ids, np.fromiter(itertools.chain.from_iterable(found), np.int32))
-                    self._lengths = np.append(self._lengths, np.fromiter(map(len, found), np.int64))
-            except BaseException:
-                self._forget_words()  # some have no ids
-                raise
-            starts, lengths = np.cumsum(self._lengths) - self._lengths, self._lengths[order]
-            ends = np.append(0, np.cumsum(lengths))
-            # Offset from the ids of a word in the result to those in self._ids.
-            shift = starts[order] - ends[:-1]
-            ids = self._ids[np.arange(ends[-1]) + np.repeat(shift, lengths)]
-            return np.split(ids, ends[np.cumsum([len(w) for w in words])[:-1]])
-
-    def _forget_words(self) -> int:
-        # The index of each known word of long texts: a new word gets the next.
-        self._index: dict[str, int] = collections.defaultdict(itertools.count().__next__)
-        self._ids = np.zeros(0, np.int32)  # ids of all known words, concatenated
-        self._lengths = np.zeros(0, np.int64)  # number of ids of each known word
-        return 0
+            for text in texts:
+                _encode_utf8(text)
+            encode = functools.partial(self._tokenizer.encode_batch_fast, add_special_tokens=False)
+            found = _call_library(encode, list(texts), what="the tokenizer cannot read the text")
+            return [np.array(encoding.ids, dtype=np.int32) for encoding in found]
+        # The library creates objects for each occurrence of a word, and takes more than twice the time.
+        ids = (bytearray().join(map(self._encode_word, split_words(text))) for text in texts)
+        return [np.frombuffer(of_text, np.int32) for of_text in ids]
 
     @functools.cached_property
     def is_splittable(self) -> bool:  # type: ignore[bad-override]

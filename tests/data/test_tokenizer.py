@@ -194,7 +194,6 @@ def test_a_long_text_has_the_ids_of_one_call_of_the_library(greedy, parts, words
     assert "".join(split_words(text)) == text
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "LONG_TEXT", 1)
-        patch.setattr(module, "MOST_WORDS", 3)  # forgets now and then
         found = tokenizer.encode(text)
     assert found.dtype == np.int32
     assert found.tolist() == tokenizer._encode_whole(text).ids
@@ -208,7 +207,6 @@ def test_long_texts_of_one_kind(bpe, text):
 def test_long_texts_of_several_threads(bpe, busy_threads, monkeypatch):
     """They share the words that are kept, and one that the library cannot read leaves none without its ids."""
     monkeypatch.setattr(module, "LONG_TEXT", 1)
-    monkeypatch.setattr(module, "MOST_WORDS", 30)
     texts = [" ".join(f"word{n * m % 97}" for m in range(20)) for n in range(300)]
     for text, ids in zip(texts, busy_threads.map(bpe.encode, texts), strict=True):
         assert ids.tolist() == bpe._encode_whole(text).ids
