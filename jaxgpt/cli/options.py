@@ -26,7 +26,7 @@ from jaxgpt.config.validate import check_value
 from jaxgpt.errors import UserError
 
 # The options that `--help` leaves out: these, and those fields of an experiment that are not in COMMON.
-RARE = """h name average extend cache-dtype draft min-p typical-p repetition-penalty frequency-penalty presence-penalty
+RARE = """h name average extend cache-dtype draft min-p repetition-penalty frequency-penalty presence-penalty
     logit-bias""".split()
 COMMON = """model.n-layer model.n-head model.n-embd model.block-size data.path data.corpus data.tokenizer
     optim.learning-rate train.steps train.batch-size train.seed train.init-from lora.rank""".split()

@@ -35,7 +35,7 @@ BUCKET = 128  # tokens that the smallest cache has room for. Larger ones have tw
 class Sampling:
     """How to draw the next token.
 
-    They apply in transformers' order: penalties, biases, temperature, top_k, top_p, min_p, typical_p. None leaves one out.
+    They apply in transformers' order: penalties, biases, temperature, top_k, top_p, min_p. None leaves one out.
 
     >>> Sampling(temperature=0.8, top_p=0.9).has_penalty
     False
@@ -50,9 +50,6 @@ class Sampling:
     top_p: Annotated[float, Interval(ge=0, le=1)] | None = None
     # draw from tokens at least this likely relative to the most likely (Nguyen et al. 2024, arXiv:2407.01082). None means from all
     min_p: Annotated[float, Interval(ge=0, le=1)] | None = None
-    # draw from the tokens with a surprise nearest to the expected one, with this much probability together (Meister et al.
-    # 2022, arXiv:2202.00666). None means from all
-    typical_p: Annotated[float, Interval(gt=0, le=1)] | None = None
     # above 1, tokens of prompt and completion become less likely (Keskar et al. 2019, arXiv:1909.05858). None means no penalty
     repetition_penalty: Annotated[float, Interval(ge=1e-6, le=1e6)] | None = None
     # subtracted from a token's logit for each time that the completion has it, as in OpenAI's interface. None means no penalty

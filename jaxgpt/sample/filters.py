@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxgpt.config.validate import LARGEST_SIZE, short_repr
 from jaxgpt.sample import MAX_BIASES, Sampling
 
+SMALL_K = 128  # most tokens of top-k that are found by sorting, which takes longer for more
 COLDEST = 1e-6  # lowest temperature: below it, rounding errors in the logits decide, and logits overflow
 
 
@@ -30,7 +31,6 @@ class SamplingRows(flax.struct.PyTreeNode):
     top_k_B: jax.Array  # int32, LARGEST_SIZE for no filter
     top_p_B: jax.Array  # float32, 1 for no filter
     min_p_B: jax.Array  # float32, 0 for no filter
-    typical_p_B: jax.Array  # float32, 1 for no filter
     repetition_B: jax.Array  # float32, 1 for no penalty
     frequency_B: jax.Array  # float32, 0 for no penalty
     presence_B: jax.Array  # float32, 0 for no penalty
@@ -47,12 +47,12 @@ class SamplingRows(flax.struct.PyTreeNode):
         for s in samplings:
             is_greedy = s.greedy or (s.temperature is not None and s.temperature < COLDEST)
             temperature, top_k = 1.0 if is_greedy else s.temperature or 1.0, min(s.top_k or LARGEST_SIZE, LARGEST_SIZE)
-            filters = (1.0 if s.top_p is None else s.top_p, s.min_p or 0.0, s.typical_p or 1.0)
+            filters = (1.0 if s.top_p is None else s.top_p, s.min_p or 0.0)
             penalties = (s.repetition_penalty or 1.0, s.frequency_penalty or 0.0, s.presence_penalty or 0.0)
             biases = np.array([*s.logit_bias, *[(LARGEST_SIZE, 0.0)] * (MAX_BIASES - len(s.logit_bias))])
             flags = (is_greedy, bool(s.logit_bias))
             rows.append((temperature, top_k, *filters, *penalties, *flags, biases[:, 0], biases[:, 1]))
-        types = (np.float32, np.int32, *[np.float32] * 6, bool, bool, np.int32, np.float32)
+        types = (np.float32, np.int32, *[np.float32] * 5, bool, bool, np.int32, np.float32)
         columns: Any = (np.array(column, dtype) for column, dtype in zip(zip(*rows, strict=True), types, strict=True))
         return SamplingRows(*columns)
 
@@ -123,7 +123,6 @@ class SamplingRows(flax.struct.PyTreeNode):
             (top_k_B < logits_BV.shape[-1], keep_top_k, top_k_B),
             (self.top_p_B < 1, keep_top_p, self.top_p_B),
             (self.min_p_B > 0, keep_min_p, self.min_p_B),
-            (self.typical_p_B < 1, keep_typical_p, self.typical_p_B),
         ):
             logits_BV = jax.lax.cond(wanted.any(), keep, lambda logits_BV, _: logits_BV, logits_BV, value_B)
         return jax.nn.softmax(logits_BV, axis=-1)
@@ -144,15 +143,29 @@ def draw(weights_BV: jax.Array, keys_B: jax.Array) -> jax.Array:
 
 
 def keep_top_k(logits_BV: jax.Array, k: int | jax.Array) -> jax.Array:
-    """Set all but the k largest logits of each row to -inf. Ties with the k-th are kept. k: also [B], and may exceed V."""
-    bits_BV = jax.lax.bitcast_convert_type(logits_BV.astype(jnp.float32), jnp.int32)
-    order_BV = jnp.where(bits_BV < 0, bits_BV ^ 0x7FFFFFFF, bits_BV)  # integers in the order of the floats
-    k_B1 = jnp.minimum(_per_row(k, jnp.int32), logits_BV.shape[-1])
-    least, most = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
-    edge_B1 = _bisect(
-        lambda edge_B1: (order_BV >= edge_B1).sum(axis=-1, keepdims=True) >= k_B1, len(order_BV), least, most
-    )
-    return jnp.where(order_BV < edge_B1, -jnp.inf, logits_BV)
+    """Set all but the k largest logits of each row to -inf. Ties with the k-th are kept. k: also [B], and may exceed V.
+
+    Up to SMALL_K the largest are sorted, 2 ms on CPU for 8 rows of 50,257 tokens. Bisection, for any k, takes 7 ms.
+    """
+    B, V = logits_BV.shape
+    k_B1 = jnp.broadcast_to(jnp.minimum(_per_row(k, jnp.int32), V), (B, 1))
+    order_BV, most, ends = _order(logits_BV), min(SMALL_K, V), jnp.iinfo(jnp.int32)
+
+    def sort() -> jax.Array:
+        sorted_BK = _order(jax.lax.top_k(logits_BV, most)[0])
+        return jnp.take_along_axis(sorted_BK, jnp.minimum(k_B1, most) - 1, axis=-1)
+
+    def bisect() -> jax.Array:
+        return _bisect(lambda edge_B1: (order_BV >= edge_B1).sum(-1, keepdims=True) >= k_B1, B, ends.min, ends.max)
+
+    edge_B1 = jax.lax.cond(((k_B1 <= most) | (k_B1 == V)).all(), sort, bisect)
+    return jnp.where((order_BV < edge_B1) & (k_B1 < V), -jnp.inf, logits_BV)
+
+
+def _order(x: jax.Array) -> jax.Array:
+    """Return int32 in the order of the floats, -0 before 0."""
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 def keep_top_p(logits_BV: jax.Array, p: float | jax.Array) -> jax.Array:
@@ -176,25 +189,6 @@ def keep_top_p(logits_BV: jax.Array, p: float | jax.Array) -> jax.Array:
 def keep_min_p(logits_BV: jax.Array, p: float | jax.Array) -> jax.Array:
     """Set the logits of tokens less probable than p times the most probable one to -inf. p: also [B]."""
     return jnp.where(logits_BV < logits_BV.max(axis=-1, keepdims=True) + jnp.log(_per_row(p)), -jnp.inf, logits_BV)
-
-
-def keep_typical_p(logits_BV: jax.Array, p: float | jax.Array) -> jax.Array:
-    """Set logits outside the locally typical set to -inf. p: also [B].
-
-    It is the smallest set of tokens with a total probability of at least p and a surprise, -log probability, nearest to
-    the entropy (Meister et al. 2022, arXiv:2202.00666). Ties at its edge are kept.
-    """
-    log_BV = jax.nn.log_softmax(logits_BV, axis=-1)
-    probability_BV = jnp.exp(log_BV)
-    entropy_B1 = -jnp.where(probability_BV > 0, probability_BV * log_BV, 0.0).sum(axis=-1, keepdims=True)
-    nearness_BV = -jax.lax.bitcast_convert_type(jnp.abs(-log_BV - entropy_B1), jnp.int32)  # in the order of the floats
-    p_B1 = _per_row(p)
-
-    def is_enough(edge_B1: jax.Array) -> jax.Array:
-        return jnp.where(nearness_BV >= edge_B1, probability_BV, 0.0).sum(axis=-1, keepdims=True) >= p_B1
-
-    edge_B1 = _bisect(is_enough, len(log_BV), -0x7F800000, 1)  # from the bits of an infinite distance
-    return jnp.where((nearness_BV < edge_B1) & (p_B1 < 1.0), -jnp.inf, logits_BV)
 
 
 def _per_row(value: float | jax.Array, dtype: DTypeLike = jnp.float32) -> jax.Array:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxgpt.errors import UserError
-from jaxgpt.sample import Sampling
-from jaxgpt.sample.filters import SamplingRows, draw, keep_min_p, keep_top_k, keep_top_p, keep_typical_p
+from jaxgpt.sample import Sampling, filters
+from jaxgpt.sample.filters import SamplingRows, draw, keep_min_p, keep_top_k, keep_top_p
 
 LOGITS = jnp.asarray(np.random.default_rng(0).normal(scale=2.0, size=(5, 11)), jnp.float32)
 PROBABILITIES = np.asarray(jax.nn.softmax(LOGITS, axis=-1), np.float64)
@@ -31,6 +31,20 @@ def test_top_k_keeps_k():
         kept = np.isfinite(keep_top_k(LOGITS, k))
         assert (kept.sum(-1) == min(k, 11)).all()
         assert (np.where(kept, LOGITS, np.inf).min(-1) >= np.where(kept, -np.inf, LOGITS).max(-1)).all()
+
+
+def test_top_k_keeps_the_same_by_sorting_and_by_bisection(monkeypatch):
+    """Also of ties, zeros of both signs and infinities, and where one row has another k, or none."""
+    logits_BV = jax.random.normal(jax.random.key(0), (4, 500)).at[0, :9].set(jnp.array([0.0, -0.0, 3.0] * 3))
+    logits_BV = logits_BV.at[1, ::2].set(-jnp.inf).at[2].set(jnp.round(logits_BV[2]))
+    for k in (1, 128, jnp.array([1, 77, 500, 9]), jnp.array([3, 300, 128, 7])):
+        kept = np.asarray(keep_top_k(logits_BV, k))
+        monkeypatch.setattr(filters, "SMALL_K", 1)  # any larger k is found by bisection
+        np.testing.assert_array_equal(kept.view(np.int32), np.asarray(keep_top_k(logits_BV, k)).view(np.int32))
+        monkeypatch.undo()
+        floats_BV = np.where(np.signbit(logits_BV) & (logits_BV == 0), -1e-30, logits_BV)  # -0 before 0
+        for row, count, held in zip(floats_BV, np.broadcast_to(k, 4), kept, strict=True):
+            np.testing.assert_array_equal(held != -np.inf, (row >= np.sort(row)[-count]) & (row > -np.inf))
 
 
 @pytest.mark.parametrize("p", [0.05, 0.1, 0.5, 0.9, 0.99])
@@ -58,17 +72,6 @@ def test_min_p_is_its_definition(p):
     kept = np.isfinite(keep_min_p(LOGITS, p))
     np.testing.assert_array_equal(kept, p * PROBABILITIES.max(-1, keepdims=True) * (1 - 1e-6) <= PROBABILITIES)
     assert kept.any(-1).all()
-
-
-@pytest.mark.parametrize("p", [0.05, 0.2, 0.5, 0.9, 1.0])
-def test_the_typical_set_holds_p_nearest_to_the_entropy(p):
-    kept = np.isfinite(keep_typical_p(LOGITS.at[0, 3].set(-jnp.inf), p))
-    for row, probability in zip(kept[1:], PROBABILITIES[1:], strict=True):
-        distance = np.abs(-np.log(probability) + (probability * np.log(probability)).sum())
-        order = np.argsort(distance)
-        count = 11 if p == 1.0 else int((np.cumsum(probability[order]) < p).sum()) + 1
-        assert set(np.flatnonzero(row)) == set(order[:count])
-    assert kept[0].any() and not kept[0, 3]  # a token without probability is never typical
 
 
 def test_counted_penalties_and_biases_are_their_formula():
@@ -133,7 +136,7 @@ def test_a_token_without_weight_is_never_drawn():
 
 
 BOUNDS = {"temperature": (0.0, 1e18), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-6, 1e6)}
-BOUNDS |= {"typical_p": (1e-18, 1.0), "frequency_penalty": (-2.0, 2.0), "presence_penalty": (-2.0, 2.0)}
+BOUNDS |= {"frequency_penalty": (-2.0, 2.0), "presence_penalty": (-2.0, 2.0)}
 
 
 def made(name, value):
@@ -163,7 +166,7 @@ MIXED = [
     Sampling(greedy=True, repetition_penalty=1.3),
     Sampling(temperature=0.7, top_k=4),
     Sampling(top_p=0.8, repetition_penalty=0.9, frequency_penalty=0.7, logit_bias=((2, 3.0),)),
-    Sampling(temperature=1.4, top_k=6, top_p=0.95, min_p=0.05, typical_p=0.9, presence_penalty=-1.0),
+    Sampling(temperature=1.4, top_k=6, top_p=0.95, min_p=0.05, presence_penalty=-1.0),
 ]
 
 

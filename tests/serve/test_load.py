@@ -79,14 +79,14 @@ GRAMMARS: list[tuple[dict, Callable[[str], object]]] = [
     ({"guided_choice": ["ja", "nein", "vielleicht"]}, lambda text: text in ("ja", "nein", "vielleicht")),
 ]
 FILTERS = [
-    *({"temperature": 0}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.02}, {"typical_p": 0.8}),
+    *({"temperature": 0}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.02}),
     *({"repetition_penalty": 1.2}, {"frequency_penalty": 1.5}, {"presence_penalty": -0.5}),
     {"logit_bias": {"101": 3, "32": -100}},
 ]
 STOPS = [({"stop": ["e", "zz"]}, ["e", "zz"]), ({"stop": "ñ"}, ["ñ"]), ({"stop_token_ids": [101]}, ["e"])]
 # What is wrong, and the status that says so.
 WRONG = [
-    *(({name: -1}, 400) for name in ("temperature", "n", "max_tokens", "typical_p")),
+    *(({name: -1}, 400) for name in ("temperature", "n", "max_tokens", "min_p")),
     *(({name: 1}, 400) for name in ("tempereture", "stop", "response_format", "logit_bias")),
     *(({"guided_regex": "["}, 400), ({"guided_json": {"type": "x"}}, 400), ({"n": SLOTS + 1}, 400)),
     *(({"prompt": "a" * (CONTEXT + 1)}, 400), ({"model": "gpt-4"}, 404), ({"prompt": "a" * 2**20}, 413)),

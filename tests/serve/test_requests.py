@@ -16,7 +16,6 @@ COMMON = {
     "temperature": (*NO_NUMBER, -1, 1e300),
     "top_p": (*NO_NUMBER, -1, 2),
     "top_k": (*NO_NUMBER, 0.5, -2, 2**63, 1e308),
-    "typical_p": (*NO_NUMBER, 0, 1.5),
     "frequency_penalty": (*NO_NUMBER, 2.5, -3),
     "presence_penalty": (*NO_NUMBER, 2.5, -3),
     "logit_bias": (
