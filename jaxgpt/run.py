@@ -106,7 +106,6 @@ class Run:
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
-        typical_p: float | None = None,
         repetition_penalty: float | None = None,
         frequency_penalty: float | None = None,
         presence_penalty: float | None = None,
@@ -141,7 +140,6 @@ class Run:
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
-            typical_p=typical_p,
             repetition_penalty=repetition_penalty,
             frequency_penalty=frequency_penalty,
             presence_penalty=presence_penalty,
@@ -177,7 +175,6 @@ class Run:
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
-        typical_p: float | None = None,
         repetition_penalty: float | None = None,
         frequency_penalty: float | None = None,
         presence_penalty: float | None = None,
@@ -202,7 +199,6 @@ class Run:
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
-            typical_p=typical_p,
             repetition_penalty=repetition_penalty,
             frequency_penalty=frequency_penalty,
             presence_penalty=presence_penalty,
@@ -236,13 +232,14 @@ class Run:
         batch_size = self.experiment.train.batch_size if batch_size is None else batch_size
         return loglikelihood(*self.decode_params, pairs, batch_size=batch_size)
 
-    def for_decoding(self, weights: Precision | None = None) -> Run:
+    def for_decoding(self, weights: Precision | None = None, *, donate: bool = False) -> Run:
         """Return the run with its parameters in the layout that decodes fastest: see `jaxgpt.for_decoding`.
 
         It samples and scores in less memory: `sample` on the original run keeps a second copy of its parameters.
-        weights: "float32", "bfloat16" or "int8". None means the dtype of the model.
+        weights: "float32", "bfloat16" or "int8". None means the dtype of the model. donate: take the parameters out of
+        this run, which cannot be used any more.
         """
-        model, params = for_decoding(self.model, self.params, weights)
+        model, params = for_decoding(self.model, self.params, weights, donate=donate)
         return dataclasses.replace(self, model=model, params=params)
 
     @functools.cached_property

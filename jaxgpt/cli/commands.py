@@ -65,7 +65,7 @@ def evaluate(
     if tasks is not None and importlib.util.find_spec("lm_eval") is None:
         raise UserError("--tasks needs lm-evaluation-harness, which is not installed: pip install 'jaxgpt[eval]'")
     model = open_run(run, average)
-    model = model if weights is None else model.for_decoding(weights)
+    model = model if weights is None else model.for_decoding(weights, donate=True)
     if tasks is not None:
         from jaxgpt.tools.evaluate.tasks import evaluate_tasks, format_tasks
 

@@ -65,7 +65,7 @@ def sample(
         prompt = typed.decode(errors="surrogateescape").removesuffix("\n")
         if not prompt.strip():
             raise UserError("--chat has no prompt: give --prompt TEXT, or write the user's turn to standard input")
-    model = open_run(run, average).for_decoding(weights)
+    model = open_run(run, average).for_decoding(weights, donate=True)
     from jaxgpt.data.tokenizer import find_start_token
     from jaxgpt.run import load
 
@@ -82,4 +82,4 @@ def sample(
         return None
     texts = model.sample([prompt] * num_samples, **options)
     found = [{"prompt": prompt, "text": text} for text in texts]
-    return Result(found, f"\n{'-' * 40}\n".join(start + text for text in texts))
+    return Result(found, "\n----------------------------------------\n".join(start + text for text in texts))

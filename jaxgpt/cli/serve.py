@@ -67,7 +67,7 @@ def serve(
     needed = ("starlette", "uvicorn", "prometheus_client")
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise UserError(f"jaxgpt serve needs {' and '.join(missing)}: python -m pip install 'jaxgpt[serve]'")
-    loaded = open_run(run, average).for_decoding(weights)
+    loaded = open_run(run, average).for_decoding(weights, donate=True)
     from jaxgpt.serve import server
 
     listener = server.bind(host, port)

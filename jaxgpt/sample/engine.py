@@ -23,11 +23,12 @@ from jaxgpt.config.validate import check_count, short_repr
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT, check_model_type
-from jaxgpt.sample import BUCKET, Decoding, Sampling
+from jaxgpt.sample import Decoding, Sampling
 from jaxgpt.sample import state as programs
 from jaxgpt.sample.cache import KVCache, can_cache
 from jaxgpt.sample.filters import SamplingRows
 from jaxgpt.sample.grammar import Constraint, Grammar
+from jaxgpt.sample.quantize import lay_out_once
 from jaxgpt.sample.score import score
 from jaxgpt.sample.state import cache_columns, check_ids, check_prompt, chunk_size, next_bucket
 
@@ -310,13 +311,8 @@ def generate(
     key: jax.Array,
     max_new_tokens: int,
     sampling: Sampling | None = None,
-    stop_tokens: Sequence[int] = (),
     logprobs: bool = False,
-    vocab_size: int | None = None,
-    cache_dtype: Precision | None = None,
-    bucket: int = BUCKET,
-    slots: int | None = None,
-    grammar: Grammar | None = None,
+    **options: Any,
 ) -> Generated:
     """Continue each prompt, a list of ids of any length, by up to `max_new_tokens` ids.
 
@@ -325,23 +321,21 @@ def generate(
     one: a full window is recomputed from its last block_size // 2 tokens at positions from 0.
 
     Args:
-        model: a GPT. `for_decoding` gives a faster form of it and `params`.
-        params: its parameters.
+        model: a GPT.
+        params: its parameters. Trained ones are laid out as by `for_decoding` at the first call, and memory then holds
+            both forms until the trained ones are freed. To hold one, call `for_decoding` with `donate`.
         prompts: lists of ids, none empty, else `UserError`. Beyond block_size only the end is read, with a warning.
         key: the key of all draws. Each prompt has its own, derived from it and from how many equal prompts come before it.
-        max_new_tokens: at least 1. It and the other arguments are the fields of `Decoding`.
+        max_new_tokens: at least 1.
         sampling: filters of the logits. None means the model's own distribution.
+        logprobs: also return log-probabilities.
+        options: other fields of `Decoding`.
     """
     decoding = Decoding(
         max_new_tokens=max_new_tokens,
         sampling=sampling or Sampling(),
-        stop_tokens=stop_tokens,
         logprobs=logprobs,
-        vocab_size=vocab_size,
-        cache_dtype=cache_dtype,
-        bucket=bucket,
-        slots=slots,
-        grammar=grammar,
+        **options,
     )
     ((tokens, drawn),) = _decode(model, params, prompts, decoding, key, None)
     if not logprobs:
@@ -376,6 +370,7 @@ def _decode(
     check_model_type(model)
     burst, most = 1, BURST if every is None else check_count("every", every)
     ids = truncate_prompts(model, prompts)
+    model, params = lay_out_once(model, params)
     engine = Engine(
         model,
         params,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar, get_args
 
@@ -28,12 +29,14 @@ DECODE_MATRIX = "decode_matrix"  # name of a `DecodeMatrix` in the parameters, i
 QKV = "qkv"  # name of one projection in the parameters of self-attention, in place of q, k and v
 
 
-def for_decoding(model: GPT, params: dict, weights: Precision | None = None) -> tuple[GPT, dict]:
+def for_decoding(
+    model: GPT, params: dict, weights: Precision | None = None, *, donate: bool = False
+) -> tuple[GPT, dict]:
     """Return (model, params) in the form that decodes fastest, for `generate` and `score`, not for training.
 
-    The result has a copy of the matrices, so drop the trained `params` where memory matters. `weights` is "float32",
-    "bfloat16", half the memory, or "int8", a quarter, with one scale per output and inputs rounded to 8 bits too. None
-    means the model's dtype. Norms, biases and learned positions stay in float32.
+    `weights` is "float32", "bfloat16", half the memory, or "int8", a quarter, with one scale per output and inputs rounded
+    to 8 bits too. None means the model's dtype. Norms, biases and learned positions stay in float32. The result is a
+    copy. With `donate` the given `params` are emptied on the way: memory holds one matrix twice, not the whole model.
     """
     check_model_type(model)
     if weights not in (None, *get_args(Precision)):
@@ -42,20 +45,38 @@ def for_decoding(model: GPT, params: dict, weights: Precision | None = None) -> 
         if weights not in (None, held := table.values_FD.dtype.name):
             raise UserError(f"weights={weights!r}: these are {held} already; start from the trained ones")
         return model, params
-    model, params = unstack_layers(model, params)
+    params = params if donate else jax.tree.map(lambda x: x, params)  # dictionaries of its own, which are emptied
+    model, params = unstack_layers(model, params, donate=True)
     own = find_own_modules(model) if model.config.is_foreign else None
-    quantized = _quantize(params, weights or jnp.dtype(model.dtype).name, own)
+    quantized = _lay_out((), params, weights or jnp.dtype(model.dtype).name, own)
     if own is not None and weights is not None:
         matrices = [path for path, x in jax.tree.leaves_with_path(quantized) if x.ndim > 1]
-        left = [
-            name for p in matrices if "values_FD" not in (name := jax.tree_util.keystr(p, simple=True, separator="/"))
-        ]
-        if left:
+        names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in matrices]
+        if left := [name for name in names if "values_FD" not in name]:
             said = f"{', '.join(left[:4])}{' ...' * (len(left) > 4)}"
-            LOG.warning(
-                "%s: %d arrays of its own modules stay as they are: %s", type(model.config).__name__, len(left), said
-            )
+            kind = type(model.config).__name__
+            LOG.warning("%s: %d arrays of its own modules stay as they are: %s", kind, len(left), said)
     return model, quantized
+
+
+_LAID_OUT: list[tuple] = []  # the last result of `lay_out_once`, and weak references to its arguments
+
+
+def lay_out_once(model: GPT, params: dict) -> tuple[GPT, dict]:
+    """Return `for_decoding(model, params)`, and the same again as long as `params` has the same arrays.
+
+    The result is kept until one of the arrays is freed, or until other parameters are laid out.
+    """
+    leaves, tree = jax.tree.flatten(params)
+    for about, refs, found in _LAID_OUT:
+        if about == (model, tree) and all(r() is x and not x.is_deleted() for r, x in zip(refs, leaves, strict=True)):
+            return found
+    _LAID_OUT.clear()  # before memory has to hold another
+    found = for_decoding(model, params)
+    if found[1] is not params and all(isinstance(x, jax.Array) for x in leaves):  # NumPy's arrays may change
+        refs = [weakref.ref(x, lambda _: _LAID_OUT.clear()) for x in leaves]
+        _LAID_OUT.append(((model, tree), refs, found))
+    return found
 
 
 def find_own_modules(model: GPT) -> frozenset[tuple[str, ...]]:
@@ -76,39 +97,50 @@ def find_own_modules(model: GPT) -> frozenset[tuple[str, ...]]:
     return frozenset(found)
 
 
-def unstack_layers(model: GPT, params: dict) -> tuple[GPT, dict]:
-    """Return the model without `scan_layers`, and its parameters with one tree per layer."""
+def unstack_layers(model: GPT, params: dict, *, donate: bool = False) -> tuple[GPT, dict]:
+    """Return the model without `scan_layers`, and its parameters with one tree per layer.
+
+    donate: empty stacked `params`, so that memory holds one stack twice and not all.
+    """
     if not model.config.scan_layers:
         return model, params
-    layers = params["h"]["block"]
+    stacks, tree = jax.tree.flatten(params["h"]["block"])
     rest = {name: value for name, value in params.items() if name != "h"}
-    each = {f"h_{i}": jax.tree.map(lambda stack, i=i: stack[i], layers) for i in range(model.config.n_layer)}
+    if donate:
+        params.clear()
+    slices = [list(stacks.pop(0)) for _ in range(len(stacks))]
+    each = {f"h_{i}": tree.unflatten(layer) for i, layer in enumerate(zip(*slices, strict=True))}
     return model.clone(config=dataclasses.replace(model.config, scan_layers=False)), rest | each
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _quantize(params: dict, dtype: str, own: frozenset[tuple[str, ...]] | None) -> dict:
-    """Return parameters with decode matrices. own: the only modules to have them. None means all that have the names."""
+def _lay_out(path: tuple[str, ...], value: Any, dtype: str, own: frozenset[tuple[str, ...]] | None) -> Any:
+    """Return parameters with decode matrices, and empty the dictionaries that they come from.
 
-    def quantize(path: tuple[str, ...], value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        is_own = own is None or path in own
-        if is_own and path[-1:] == ("attn",) and "kernel" in value["q"]:
-            qkv = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=-1), *(value[part] for part in "qkv"))
-            rest = {k: v for k, v in value.items() if k not in ("q", "k", "v")}
-            return {QKV: to_decode_matrix(qkv)} | {k: quantize((*path, k), v) for k, v in rest.items()}
-        if is_own and "kernel" in value:
-            return to_decode_matrix(value)
-        if is_own and path == ("wte",) and "embedding" in value:
-            return {DECODE_MATRIX: DecodeMatrix.quantize(value["embedding"], dtype)}
-        return {k: quantize((*path, k), v) for k, v in value.items()}
+    own: the only modules to have them. None means all that have the names.
+    """
+    if not isinstance(value, dict):
+        return jnp.copy(value)  # a step of training may delete the given one
+    new, is_own = {}, own is None or path in own
+    if is_own and "kernel" in value:
+        return _join([value], dtype)
+    if is_own and path[-1:] == ("attn",) and "kernel" in value["q"]:
+        new[QKV] = _join([value.pop(part) for part in "qkv"], dtype)
+    elif is_own and path == ("wte",) and "embedding" in value:
+        new[DECODE_MATRIX] = _quantize([value.pop("embedding")], dtype)
+    # The last ones are the largest: what is converted later fits into the memory that they leave.
+    return new | {k: _lay_out((*path, k), value.pop(k), dtype, own) for k in list(value)[::-1]}
 
-    def to_decode_matrix(value: dict) -> dict:
-        rest = {k: v for k, v in value.items() if k != "kernel"}
-        return rest | {DECODE_MATRIX: DecodeMatrix.quantize(value["kernel"].T, dtype)}
 
-    return quantize((), params)
+def _join(layers: list[dict], dtype: str) -> dict:
+    """Return the parameters of one dense layer in place of several with the same inputs, and take their kernels."""
+    kernels_FD = [layer.pop("kernel").T for layer in layers]
+    rest = {name: jnp.concatenate([layer[name] for layer in layers]) for name in layers[0]}
+    return rest | {DECODE_MATRIX: _quantize(kernels_FD, dtype)}
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _quantize(parts_FD: list[jax.Array], dtype: str) -> DecodeMatrix:
+    return DecodeMatrix.quantize(jnp.concatenate(parts_FD), dtype)  # compiled for a shape, not for each layer
 
 
 def multiply_by_decode_matrix(call: Callable, args: tuple[Any, ...], kwargs: dict, context: Any) -> Any:

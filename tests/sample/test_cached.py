@@ -101,6 +101,10 @@ def test_packed_float32_weights_change_nothing(tied, scan_layers):
     read = interventions.run(*packed, [ROWS[1]], read=["h_0/mlp"]), interventions.run(model, params, [ROWS[1]])
     np.testing.assert_allclose(read[0].logits_BTV, read[1].logits_BTV, **CACHED)
     assert for_decoding(*packed)[1] is packed[1]
+    left = jax.tree.map(jnp.copy, params)
+    donated = for_decoding(model, left, "float32", donate=True)[1]
+    assert not left  # what it had is freed
+    assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), donated, packed[1]))
     with pytest.raises(UserError, match="these are float32 already"):
         for_decoding(*packed, "int8")
 

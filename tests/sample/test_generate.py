@@ -10,7 +10,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.sample import Decoding, Sampling
 from jaxgpt.sample.cache import KVCache
 from jaxgpt.sample.engine import generate, stream
-from jaxgpt.sample.quantize import for_decoding
+from jaxgpt.sample.quantize import _LAID_OUT, for_decoding, lay_out_once
 from jaxgpt.sample.state import decode
 from tests.helpers import TINY, apply, check_command, make_model
 
@@ -169,6 +169,28 @@ def test_counted_penalties_know_the_text_and_not_the_prompt():
         assert counts_V.max() - counts_V.min() <= 6, counts_V
     with pytest.raises(UserError, match="logit_bias has ids from 11 to 11, the model knows 0 to 10"):
         run(model, params, prompts, new=1, sampling=Sampling(logit_bias=((11, 1.0),)))
+
+
+def test_trained_parameters_are_laid_out_once_while_they_are_the_same():
+    """They write what `for_decoding` of them does. A changed tree, array or model is laid out again."""
+    model, params = lively("rope")
+    params = jax.tree.map(jnp.copy, params)
+    expected = run(*for_decoding(model, params), PROMPTS).tokens
+    assert run(model, params, PROMPTS).tokens == expected
+    ((_, held),) = [found for _, _, found in _LAID_OUT]
+    assert run(model, params, PROMPTS[:1], new=2).tokens[0] == expected[0][:2]
+    assert lay_out_once(model, params)[1] is held  # no second layout
+    params["wte"] = {"embedding": -params["wte"]["embedding"]}  # in place
+    assert run(model, params, PROMPTS).tokens == run(*for_decoding(model, params), PROMPTS).tokens != expected
+    other = model.clone(config=dataclasses.replace(model.config, n_head=2, n_kv_head=1))
+    assert lay_out_once(other, params)[0].config.n_head == 2
+    params["wte"]["embedding"].delete()  # as a step of training does
+    with pytest.raises(RuntimeError, match="deleted"):
+        run(model, params, PROMPTS)
+    params = jax.tree.map(jnp.copy, lively("rope")[1])
+    lay_out_once(model, params)
+    del params
+    assert not _LAID_OUT  # it is freed with what it was made of
 
 
 def test_padded_vocabulary_is_never_drawn():
