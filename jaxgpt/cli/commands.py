@@ -213,11 +213,8 @@ def import_model(
 
     source = convert.import_model(model, run_dir, dtype=dtype, tokenizer=tokenizer)
     family, count = source.family.model_type, len(source.tensors)
-    said = f"{family}: {count} tensors of {source.directory} are in {run_dir}"
-    return Result(
-        {"run": run_dir, "model_type": family, "tensors": count},
-        f'{said}\nnext: {shell_line("jaxgpt", "sample", run_dir)} --prompt "..."',
-    )
+    said = f"{family}: {count} tensors of {source.directory} are in {run_dir}\nnext: {shell_line('jaxgpt', 'sample', run_dir)}"
+    return Result({"run": run_dir, "model_type": family, "tensors": count}, f'{said} --prompt "..."')
 
 
 def export_model(

@@ -71,9 +71,7 @@ def _standard_streams() -> Iterator[_Stream]:
         for stream in watched:
             try:
                 stream.stream.flush()
-            except (
-                OSError
-            ):  # /dev/null takes its place: Python flushes it as the process ends, and would print an error
+            except OSError:  # /dev/null takes its place, since Python flushes it as the process ends
                 with contextlib.suppress(OSError), open(os.devnull, "wb") as nothing:
                     os.dup2(nothing.fileno(), stream.fileno())
         if strict is not None:

@@ -28,9 +28,8 @@ def load_file(named: str) -> tuple[Experiment, list[Callable[[dict[str, Any]], N
     attribute = attribute or "experiment"
     if path.suffix != ".py" or not is_there(path, "Give a .py file."):
         why = "there is no such file" if path.suffix == ".py" else "it is neither a built-in name nor a .py file"
-        raise UserError(
-            f"no experiment {named!r}: {why}{suggest(named, EXPERIMENTS)}. Built in: {', '.join(EXPERIMENTS)}, depth:N"
-        )
+        known = ", ".join(EXPERIMENTS)
+        raise UserError(f"no experiment {named!r}: {why}{suggest(named, EXPERIMENTS)}. Built in: {known}, depth:N")
     found = vars(run_file(path))
     experiment = found.get(attribute)
     if not isinstance(experiment, Experiment):
@@ -52,7 +51,6 @@ def load_variants(named: str) -> dict[str, Experiment]:
         raise UserError(f"{path} has no `variants = {{name: Experiment(...), ...}}`, which a study needs")
     for name, experiment in variants.items():
         if not isinstance(name, str) or not isinstance(experiment, Experiment):
-            raise UserError(
-                f"{path}: variants has {name!r}: {type(experiment).__name__}, needs a name and an Experiment"
-            )
+            kind = type(experiment).__name__
+            raise UserError(f"{path}: variants has {name!r}: {kind}, needs a name and an Experiment")
     return variants

@@ -30,6 +30,13 @@ RARE = """h name average extend cache-dtype draft min-p repetition-penalty frequ
     logit-bias""".split()
 COMMON = """model.n-layer model.n-head model.n-embd model.block-size data.path data.corpus data.tokenizer
     optim.learning-rate train.steps train.batch-size train.seed train.init-from lora.rank""".split()
+MEANT = r"(?:\. None means|, by default) (.*) \(default: None\)$"
+PARTS = {p.name: getattr(p.default_factory, "__dataclass_fields__", ()) for p in dataclasses.fields(Experiment)}
+FIELDS = {f"{part}.{name}".replace("_", "-") for part, names in PARTS.items() for name in names}
+# Words for options that are not their names, by what users of other programs write. A field's own name is one.
+WORDS = {name.rpartition(".")[2]: f"--{name}" for name in sorted(FIELDS)}
+WORDS |= {"lr": "--optim.learning-rate", "epochs": "--train.steps", "max-steps": "--train.steps"}
+WORDS |= {"data": "--data.path", "optimizer": "--optim.name", "device": "JAX_PLATFORMS=cpu"}
 # Help of what means the same in every command, unless its docstring has another.
 HELP = {
     "run": "run directory. None means the newest under runs/",
@@ -104,7 +111,8 @@ def parse(
                 os.environ["COLUMNS"] = str(width)
                 show(_shorten_help(printed.getvalue(), text, example, prog, operand))
             raise
-        raise UserError(_one_line(framed.getvalue(), prog)) from None
+        words = WORDS if any(p.annotation is Experiment for p in parameters) else {}
+        raise UserError(_one_line(framed.getvalue(), prog, words)) from None
     for p in parameters:
         if values[p.name] == "" and p.name != "prompt":
             raise UserError(f"{p.name} is empty: name one, or leave it out. See {prog} --help")
@@ -132,15 +140,12 @@ def _join_mixture(argv: list[str]) -> list[str]:
 
 def _shorten_help(printed: str, text: str, example: str, prog: str, operand: str) -> str:
     """Return a page of help from tyro's: the common options, and for a default of None what its text says of it."""
-    parts = {p.name: getattr(p.default_factory, "__dataclass_fields__", ()) for p in dataclasses.fields(Experiment)}
-    hidden = {f"{part}.{name}".replace("_", "-") for part, names in parts.items() for name in names} - set(COMMON)
+    hidden = FIELDS - set(COMMON)
     rows = {}
     for option in re.findall(r"^  ((?:--?[a-z]|\[?[A-Z]+\]? ).*(?:\n   .*)*)", printed, flags=re.MULTILINE):
         names, *words = re.split(r"\s{2,}", option.strip())
         if re.split("[ ,]", names)[0].lstrip("-") not in {*RARE, *hidden}:
-            explained = re.sub(
-                r"(?:\. None means|, by default) (.*) \(default: None\)$", r" (default: \1)", " ".join(words)
-            )
+            explained = re.sub(MEANT, r" (default: \1)", " ".join(words))
             explained = re.sub(r" \([^()]*arXiv:[\d.]+\)| \(default: ''\)$| \(default: \)$", "", explained)
             names = names.split(",")[0] if explained.endswith("(default: False)") else names
             rows["  " + re.sub(r"\{None\}\||None,", "", names)] = explained.removesuffix(" (default: False)")
@@ -156,12 +161,16 @@ def _shorten_help(printed: str, text: str, example: str, prog: str, operand: str
     return "\n".join((*lines, "", f"All options: {prog} --help-all"))
 
 
-def _one_line(framed: str, prog: str) -> str:
+def _one_line(framed: str, prog: str, other_words: dict[str, str]) -> str:
     """Return the text of one of tyro's boxes, without frame, repeated help or pointer to the help."""
     words = [re.sub(r"^[│\s]+|[│\s]+$", "", line) for line in framed.splitlines() if not re.match(r"^[╭╰]", line)]
     text = " ".join(w for w in words if w and not set(w) <= set("─"))
     text = re.split(r"For full helptext|Argument helptext:", text)[0].strip()
     text = re.sub(r"^Unrecognized options: (?!-|.*, -)(.*)", r"give one at a time: got \1 as well", text)
-    text = re.sub(r"Perhaps you meant: (--[\w.-]+).*", r"Did you mean \1?", text)
+    text = re.sub(r"invalid literal for int\(\) with base 10: ('.*')", r"\1 is not a whole number, such as 1000", text)
+    text, _, meant = text.partition(" Perhaps you meant: ")
+    word = "".join(re.findall(r"^Unrecognized options: -+([\w-]+)", text)).replace("_", "-")
+    meant = other_words.get(word, re.split("[ ,]", meant)[0])
+    text += f" Did you mean {meant}?" if meant else ""
     text = re.sub(r"^Error parsing (\S+): ", lambda m: "" if not m[1].startswith("-") else f"{m[1]}: ", text)
     return f"{text if text.endswith('?') else text.rstrip('.') + '.'} See {prog} --help"
