@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from flax import struct
 
+from jaxgpt.config import GPTConfig
 from jaxgpt.errors import CheckpointSaveError, UserError, reason_of, shell_line
 from jaxgpt.files import json_sha256, read_bytes, write_whole
 from jaxgpt.parallel import multihost
@@ -70,18 +71,13 @@ class Checkpoints:
         directory: `RUN/checkpoints`, which need not exist.
         keep_last: how many of the last checkpoints to keep. The best is kept as well.
         keep_every: keep the multiples of this many steps as well. None means no others.
-
-    Raises:
-        UserError: if TensorStore cannot open files at such a path.
     """
 
     def __init__(self, directory: Path, *, keep_last: int = 1, keep_every: int | None = None):
         self._directory = directory.absolute()
         if re.search(r"[\\\ud800-\udfff]", self._directory.as_posix()):
-            where = f"{self._directory}: its path has a backslash or is not UTF-8"
-            raise UserError(
-                f"{where}, so that TensorStore would write elsewhere: rename that directory, or name another"
-            )
+            why = "a backslash or is not UTF-8, so that TensorStore would write elsewhere"
+            raise UserError(f"{self._directory}: its path has {why}: rename that directory, or name another")
         self._keep_last, self._keep_every = keep_last, keep_every
         self._writer: ocp.AsyncCheckpointer | None = None
         self._pool: ThreadPoolExecutor | None = None
@@ -111,6 +107,14 @@ class Checkpoints:
             if body.pop("sha256", None) and _render(body).encode() == raw and _is_manifest(body):
                 return body
         raise CorruptCheckpoint(f"{path} is not what was written: its own SHA-256 does not match, or a field's type")
+
+    def check_depth(self, model: GPTConfig) -> None:
+        """Raise `UserError` for more blocks than arrays were saved, before a model is traced, which could take minutes."""
+        with contextlib.suppress(CorruptCheckpoint, IndexError):  # it has no checkpoint yet
+            arrays = len(self.manifest(self.steps()[-1])["arrays"][PARAMS])
+            if model.n_layer > arrays and not (model.scan_layers or model.is_foreign):
+                what = f"{self._directory} has {arrays} arrays, and experiment.json n_layer={model.n_layer}"
+                raise UserError(f"{what}. Does experiment.json belong to another run?")
 
     def val_loss(self, step: int) -> float | None:
         """Return the validation loss of a step in nats per token. None if not measured, or if the manifest is damaged."""

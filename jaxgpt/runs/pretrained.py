@@ -96,6 +96,7 @@ def open_weights(name: str, *, step: int | None = None, tokenizer: str | None = 
 
 def _open_run(directory: Path, step: int | None) -> Weights:
     metadata, checkpoints = read_metadata(directory), open_checkpoints(directory)
+    checkpoints.check_depth(metadata.model)
     good = checkpoints.latest_valid("best") if step is None else checkpoints.latest_valid(before=step + 1)
     assert good is not None
     if step not in (None, good):
@@ -204,10 +205,11 @@ def restore_merged_params(metadata: RunMetadata, checkpoints: Checkpoints, step:
     try:
         base = load_base(metadata)
     except UserError as e:
-        remedy = f"Restore that model, or copy it next to {metadata.directory}"
-        raise UserError(
-            f"the run has only adapters, for {metadata.experiment.train.init_from}: {e}. {remedy}"
-        ) from None
+        remedy, base = (
+            f"Restore that model, or copy it next to {metadata.directory}",
+            metadata.experiment.train.init_from,
+        )
+        raise UserError(f"the run has only adapters, for {base}: {e}. {remedy}") from None
     params, adapters = base.read(like), restore_adapters(metadata, checkpoints, step, like)
     shardings = jax.tree.map(lambda x: x.sharding, like)
     return jax.jit(merge_adapters, static_argnums=0, out_shardings=shardings)(lora, adapters, params)
