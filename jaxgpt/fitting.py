@@ -24,7 +24,8 @@ from jaxgpt.hf.source import keep_companions
 from jaxgpt.parallel import multihost
 from jaxgpt.parallel.device import device_kind, first_device
 from jaxgpt.parallel.jax_setup import configure_jax
-from jaxgpt.parallel.multihost import check_replicas, watch
+from jaxgpt.parallel.multihost import watch
+from jaxgpt.parallel.profile import StepProfiler, parse_steps
 from jaxgpt.parallel.signals import catch_signals
 from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.run import Run, load_run
@@ -43,7 +44,7 @@ from jaxgpt.runs.directory import (
 from jaxgpt.runs.log import RunLog
 from jaxgpt.runs.metrics import plot_losses, rewind_metrics
 from jaxgpt.runs.training import Training, open_training
-from jaxgpt.train import Metrics, TrainState, why_skipped
+from jaxgpt.train import Metrics, TrainState
 
 
 def fit(
@@ -91,7 +92,7 @@ def fit(
             experiment = with_classes_of(recorded.given, experiment)
         training = open_training(experiment, directory, recorded, extend=extend)
         experiment, trainer, checkpoints = training.experiment, training.trainer, training.checkpoints
-        config, check_every = experiment.train, experiment.parallel.check_replicas_every
+        config, profiled = experiment.train, parse_steps(experiment.train.profile)
         multihost_utils.sync_global_devices("everything is checked")
         watchdog.directory, watchdog.last_step = directory, checkpoints.last
 
@@ -126,29 +127,16 @@ def fit(
         compiled = training.start_compiling(start)
         state, batches = training.restore_or_init(start), training.batches(start)
         log = RunLog(training, start, callbacks, show=progress and is_first)
-        compared = start  # the last step after which the copies of the state on several devices were compared
+        profiler = StepProfiler(trainer.lower, profiled, directory / "profile", log.say)
+        stack.callback(profiler.close)
         is_lost = False  # whether a process is lost
         numbers = itertools.count(start + 1)
 
         def take_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
             watchdog.beat(step := next(numbers))
             batch, rolled_out = training.shard_batch(step, state, batch)
-            state, metrics = compiled(state, batch, key)
-            if trainer.checksums and check_every and step % check_every == 0:
-                metrics["checksums"] = trainer.checksums(state)
+            state, metrics = profiler.take(step, compiled, state, batch, key)
             return state, rolled_out | metrics
-
-        def compare(step: int, checksums: jax.Array) -> None:
-            nonlocal compared
-            check_replicas(checksums, trainer.strategy.devices, compared, step)
-            compared = step
-
-        def on_metrics(step: int, metrics: Metrics, state: TrainState, later: Sequence[Metrics]) -> None:
-            if "checksums" in metrics:
-                compare(step, metrics["checksums"])
-            if int(metrics["in_a_row"]):  # the step was skipped
-                command = shell_line("jaxgpt", "replay", directory, "--step", step)
-                log.say(f"step {step} skipped: {why_skipped(metrics)}. To see where it arises: {command}")
 
         def validate(step: int, state: TrainState) -> float | None:
             def watched(windows: Iterator[Batch]) -> Iterator[Batch]:
@@ -167,8 +155,6 @@ def fit(
 
         def save(step: int, state: TrainState, val_loss: float | None) -> None:
             watchdog.beat(step, slow=True)
-            if trainer.checksums and compared < step:
-                compare(step, trainer.checksums(state))
             if is_first and not is_run(directory):
                 raise CheckpointSaveError(f"{directory} was deleted or moved, so step {step} is not saved")
             with log.clock.paused():
@@ -215,7 +201,6 @@ def fit(
                 validate=validate,
                 save=save,
                 stop=stop,
-                on_metrics=on_metrics,
                 agree=lambda number: multihost.on_process_0(lambda: number),
             )
             checkpoints.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxgpt.batch import Batch
@@ -23,7 +23,7 @@ Line = dict[str, Any]  # what happened at a step: see `train`
 # hundreds of steps are in flight.
 IN_FLIGHT = 2
 LOGGED = ("loss", "grad_norm", "learning_rate")
-UNLOGGED = ("skipped", "in_a_row", "median", "checksums")  # metrics of a step
+UNLOGGED = ("skipped", "in_a_row", "median")  # metrics of a step
 LONG_STEP = 1.0  # seconds: such steps are not left in flight, since a signal would have to wait for them
 # Steps between two decisions of process 0 on how many steps may be in flight. All processes settle the same steps at
 # the same time: when one raises, all have dispatched the same steps.
@@ -44,7 +44,6 @@ def train(
     validate: Callable[[int, TrainState], float | None] = lambda step, state: None,
     save: Callable[[int, TrainState, float | None], None] = lambda step, state, val_loss: None,
     stop: Callable[[int | None], str | None] = lambda step: None,
-    on_metrics: Callable[[int, Metrics, TrainState, Sequence[Metrics]], None] = lambda *settled: None,
     agree: Callable[[int], int] = lambda number: number,
 ) -> TrainState:
     """Take steps start + 1 to config.steps, and return the last state.
@@ -63,7 +62,6 @@ def train(
         validate: returns the validation loss, or None if a signal interrupted it.
         save: starts to save a checkpoint. Its loss is None if it was not measured at this step, or is not finite.
         stop: returns the signal that is to end the run, if any, on all processes. If step is None, only on this one.
-        on_metrics: takes the metrics of each step that is done, the newest state, and the metrics of the steps between.
         agree: returns the number of process 0 on all processes.
 
     Raises:
@@ -79,7 +77,6 @@ def train(
         nonlocal skipped_in_a_row
         while len(in_flight) > most:
             done, metrics = in_flight.popleft()
-            on_metrics(done, metrics, state, [later for _, later in in_flight])
             skipped_in_a_row = int(metrics["in_a_row"])
             if not skipped_in_a_row:
                 own = sorted(metrics.keys() - {*LOGGED, *UNLOGGED})  # the objective's metrics

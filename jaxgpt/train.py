@@ -12,6 +12,7 @@ from flax import struct
 
 from jaxgpt.batch import Batch
 from jaxgpt.config.validate import short_repr
+from jaxgpt.errors import UserError
 
 Params = dict[str, Any]  #: parameters, a tree of arrays
 Metrics = dict[str, Any]  #: what a step reports, scalars by name
@@ -20,6 +21,11 @@ LossFn = Callable[[Params, Batch, jax.Array | None], tuple[jax.Array, jax.Array,
 
 NUM_NORMS = 128  # number of gradient norms of taken steps to keep
 MIN_NORMS = 16  # norms needed before a step can be a spike
+# Names of the fields of metrics.jsonl, and of what a step reports besides them.
+RESERVED = set(
+    """step tokens loss grad_norm learning_rate tokens_per_second mfu seconds val_loss val_losses saved
+    compiled skipped in_a_row median""".split()
+)
 TAKEN, NOT_FINITE, SPIKE = range(3)  # outcome of a step: metrics["skipped"]
 
 
@@ -90,6 +96,7 @@ def train_step(
     schedule: optax.Schedule,
     skip_spikes: float | None = None,
     grad_accum_steps: int = 1,
+    report: Callable[[Params, Params, Any], Metrics] = lambda grads, updates, opt_state: {},
     mean: Callable[[Any], Any] = lambda sums: sums,
 ) -> tuple[TrainState, Metrics]:
     """Take one optimizer step on one batch. Return the new state and its metrics. The caller donates the old state.
@@ -113,6 +120,7 @@ def train_step(
         skip_spikes: see above.
         grad_accum_steps: micro-batches to take in turn. Summed gradients are divided by the number of targets, as for
             one big batch.
+        report: returns more metrics, of the gradients, the updates and the optimizer's new state.
         mean: averages over devices that run this function on other parts of the batch.
     """
     step_key = jax.random.fold_in(key, state.step)
@@ -146,7 +154,7 @@ def train_step(
 
     (loss, count, more), grads = gradients(state.params)
     norm, before = optax.tree.norm(grads), state.opt_state
-    metrics = {name: value / count for name, value in more.items()} | {"loss": loss, "grad_norm": norm}
+    metrics = {name: value / count for name, value in _check_names(more).items()} | {"loss": loss, "grad_norm": norm}
 
     steps_taken = state.step - before.skipped
     is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -163,6 +171,7 @@ def train_step(
     extra["grad_fn"] = lambda params: gradients(params)[1]
     update = optax.with_extra_args_support(optimizer).update
     updates, inner_state = update(grads, before.inner_state, state.params, **extra)
+    metrics |= _check_names(report(grads, updates, inner_state))
     opt_state = SkipState(
         inner_state=choose(inner_state, before.inner_state),
         skipped=choose(before.skipped, before.skipped + 1),
@@ -177,6 +186,22 @@ def train_step(
     metrics["skipped"] = jnp.where(is_taken, TAKEN, jnp.where(is_finite, SPIKE, NOT_FINITE))
     metrics["in_a_row"] = opt_state.in_a_row
     return TrainState(state.step + 1, params, opt_state, state.frozen_params), metrics
+
+
+def layer_norms(tree: Params) -> Metrics:
+    """Return the norm of each layer of gradients: {"grad_norm/h_0": ...}. A layer is a name at the top of the tree."""
+    layers = dict(tree)
+    if "block" in tree.get("h", {}):  # stacked by scan_layers, and the first axis is the layer's
+        stacked = jax.vmap(optax.tree.norm)(layers.pop("h"))
+        layers |= {f"h_{layer}": norm for layer, norm in enumerate(stacked)}
+    return {f"grad_norm/{name}": optax.tree.norm(layer) for name, layer in layers.items()}
+
+
+def _check_names(metrics: Metrics) -> Metrics:
+    """Return metrics of the user's own. Raise `UserError` for a name of ours, which would hide one of them."""
+    if taken := RESERVED & metrics.keys():
+        raise UserError(f"a metric of the experiment's own is called {min(taken)!r}, as one of jaxgpt's: rename it")
+    return metrics
 
 
 def why_skipped(metrics: Metrics) -> str:

@@ -52,14 +52,14 @@ def train(
     import jax
 
     from jaxgpt.fitting import fit
-    from jaxgpt.parallel.multihost import ProcessLost, ReplicasDiffer, exit_now, is_process_0
+    from jaxgpt.parallel.multihost import ProcessLost, exit_now, is_process_0
 
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1)  # prints the stacks of a run that hangs
     began = time.monotonic()
     try:
         run = fit(experiment, run_dir, fresh=fresh, extend=extend or None, callbacks=callbacks)
-    except (Preempted, Diverged, ReplicasDiffer) as e:
+    except (Preempted, Diverged) as e:
         if is_process_0():
             say(str(e))
         raise SystemExit(1) from None

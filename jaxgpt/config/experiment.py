@@ -139,7 +139,6 @@ class ParallelConfig(Checked):
     """The hardware, and how the run uses it: never part of the experiment's identity.
 
     >>> parallel = ParallelConfig(strategy="mesh", fsdp=4, micro_batch_size=8)
-    >>> experiment = Experiment(name="sharded", parallel=parallel)
     """
 
     # auto is single, or pmap with several devices. single is one device. pmap has a model replica per device. mesh has
@@ -160,12 +159,10 @@ class ParallelConfig(Checked):
     coordinator: str | None = None  # HOST:PORT of process 0. None means what JAX finds on a cluster, else one process
     processes: Size | None = None  # number of processes, with a coordinator. None means no coordinator
     process_id: NonNegativeInt | None = None  # number of this process, from 0. None means no coordinator
-    connect_timeout: PositiveInt = 300  # seconds to wait for the other processes
+    connect_timeout: Size = 300  # seconds to wait for the other processes
     # seconds without progress (or the time of 20 steps, if longer) after which several processes count as stuck and are
     # ended. 0 means never. A single process is never ended
     watchdog: NonNegativeFloat = 60.0
-    # steps between comparisons of the replicas of the state on different devices. None means only before a checkpoint
-    check_replicas_every: PositiveInt | None = 100
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -175,9 +172,8 @@ class ParallelConfig(Checked):
             raise UserError(f"{given}: needs counts of devices, at most one of them -1 (the rest)")
         given = (self.coordinator is not None, self.processes is not None, self.process_id is not None)
         if any(given) and not all(given):
-            raise UserError(
-                f"coordinator={self.coordinator}, processes={self.processes}, process_id={self.process_id}: give all three, or none where the cluster provides them"
-            )
+            named = f"coordinator={self.coordinator}, processes={self.processes}, process_id={self.process_id}"
+            raise UserError(f"{named}: give all three, or none where the cluster provides them")
         if self.processes is not None and self.process_id is not None and self.process_id >= self.processes:
             raise UserError(f"process_id={self.process_id}: needs less than processes={self.processes}")
 
@@ -187,7 +183,6 @@ class Experiment(Checked):
     """Everything that determines the result of a run.
 
     >>> experiment = Experiment(name="mine", model=GPTConfig(n_layer=4))
-    >>> other = dataclasses.replace(experiment, train=TrainConfig(seed=1))
     """
 
     name: str  # name of the run: letters, digits, - and _. Its directory is runs/NAME, unless --run-dir names another

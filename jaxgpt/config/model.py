@@ -123,10 +123,9 @@ class GPTConfig(Checked):
             alike = "one compiled block runs all layers, which must be alike; take scan_layers=False"
             raise UserError(f"scan_layers=True with global_every={self.global_every}: {alike}")
         if self.mup_base_width is not None and (self.norm_position == "post" or self.scale_embeddings):
-            raise UserError(
-                f"mup_base_width={self.mup_base_width} with norm_position={self.norm_position}, scale_embeddings="
-                f"{self.scale_embeddings}: needs a last norm (not post) and embeddings of one size (False)"
-            )
+            given = f"norm_position={self.norm_position}, scale_embeddings={self.scale_embeddings}"
+            needed = "needs a last norm (not post) and embeddings of one size (False)"
+            raise UserError(f"mup_base_width={self.mup_base_width} with {given}: {needed}")
         if self.position == "sinusoidal" and self.n_embd % 2:
             raise UserError(f"n_embd={self.n_embd} is odd: sinusoidal positions are pairs, so it must be even")
 

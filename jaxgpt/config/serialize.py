@@ -13,9 +13,11 @@ from jaxgpt.errors import UserError
 
 T = TypeVar("T")
 
-
-# Fields that earlier versions wrote: the value that changes nothing, and what to take for the others.
-GONE = {"n_encoder_layer": (0, "models with an encoder are experiments/transformer_2017")}
+# Fields that earlier versions wrote: the value that changes nothing (... means any), and what to take for the others.
+GONE = {
+    "n_encoder_layer": (0, "models with an encoder are experiments/transformer_2017"),
+    "check_replicas_every": (..., ""),
+}
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -49,7 +51,7 @@ def from_dict(
     hints = field_hints(cls)
     for key in GONE.keys() & values.keys() - hints.keys():
         harmless, instead = GONE[key]
-        if values[key] != harmless:
+        if harmless not in (..., values[key]):
             raise UserError(f"{where}{key}={short(values[key])}: {instead}")
         values = {other: x for other, x in values.items() if other != key}
     for key in values:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from jaxgpt.config.validate import (
     LARGEST_SIZE,
     Checked,
+    Count,
     Fraction,
     Interval,
     NonNegativeFloat,
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import optax
 
     from jaxgpt.config.model import GPTConfig
-    from jaxgpt.train import Params
+    from jaxgpt.train import Metrics, Params
 
 MAX_NEW_TOKENS = 400  # default length of a sample
 # A decay that float32 rounds to 1 would make the optimiser divide by 0.
@@ -58,7 +59,7 @@ class OptimConfig(Checked):
     # skip a step whose gradient norm exceeds this many times the median of the last 128. None means no finite one is skipped
     skip_spikes: Annotated[float, Interval(gt=1)] | None = None
     label_smoothing: Fraction = 0.0  # share of each target spread over all tokens, in training only (arXiv:1512.00567)
-    max_skipped: PositiveInt = 10  # steps skipped in a row, as spikes or as not finite, after which the run ends
+    max_skipped: Count = 10  # steps skipped in a row, as spikes or as not finite, after which the run ends
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,6 +85,10 @@ class OptimConfig(Checked):
 
         return learning_rate(self, steps)
 
+    def metrics(self, grads: Params, updates: Params, opt_state: Any) -> Metrics:
+        """Return scalars of a step to log, by name, of its gradients, its updates and the optimizer's state after it."""
+        return {}
+
     def eval_params(self, opt_state: Any, params: Params) -> Params:
         """Return the parameters that are validated, saved as the model and sampled: a subclass may average, for example."""
         return params
@@ -99,10 +104,9 @@ class TrainConfig(Checked):
     """The training loop. A step is one optimiser step, whatever the devices and the accumulation.
 
     >>> train = TrainConfig(steps=600, batch_size=16, eval_every=100)
-    >>> longer = dataclasses.replace(train, steps=1200)
     """
 
-    steps: Annotated[int, Interval(ge=1, le=2**40)] = 1000  # number of optimiser steps
+    steps: Annotated[int, Interval(ge=1, le=2_100_000_000)] = 1000  # number of optimiser steps, counted in 32 bits
     batch_size: Size = 32  # sequences per optimiser step, over all devices and micro-batches
     seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0  # seed of weights, data order and dropout
     # run, or directory or Hub id of a model: start from its weights, tokenizer and architecture. dropout, remat,
@@ -114,6 +118,9 @@ class TrainConfig(Checked):
     # for CPUs, in C++, built by this machine's compiler on first use
     attention: Literal["auto", "plain", "native", "xla", "cudnn", "splash"] = "auto"
     log_every: PositiveInt = 10  # steps between lines of metrics.jsonl
+    log_layers: bool = False  # each line has the gradient norm of each layer as well: grad_norm/h_0
+    # steps to trace with JAX's profiler, such as 20:25, into the folder profile of the run. None means no steps
+    profile: str | None = None
     eval_every: PositiveInt = 250  # steps between validations. The last step has one too
     eval_tokens: PositiveInt | None = None  # tokens per validation, spread evenly over the split. None means all
     checkpoint_every: PositiveInt = 1000  # steps between checkpoints. The best validation and the end are kept as well

@@ -23,7 +23,6 @@ from jaxgpt.config.validate import nearest_multiples
 from jaxgpt.errors import UserError
 from jaxgpt.layers.block import ShardingHooks
 from jaxgpt.layers.kernels.plain import AttentionFn
-from jaxgpt.parallel.multihost import checksum
 from jaxgpt.parallel.strategy import StepFn, Strategy
 from jaxgpt.train import Params, TrainState
 
@@ -112,15 +111,6 @@ def make_mesh(devices: Sequence[jax.Device], config: ParallelConfig, model: GPTC
             compiler_options=GPU_OPTIONS if mesh.devices.flat[0].platform == "gpu" else None,
         )
 
-    def jit_checksums(shardings: TrainState) -> Callable[[TrainState], jax.Array] | None:
-        def gather_checksums(state: TrainState) -> jax.Array:  # [data, fsdp * tensor]
-            part = jax.lax.all_gather(checksum(state), MESH_AXES[1:])
-            return jax.lax.all_gather(part.reshape(-1), "data")
-
-        specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
-        on_all = jax.shard_map(gather_checksums, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
-        return None if sizes["data"] == 1 else jax.jit(on_all)
-
     def local_rows(B: int) -> np.ndarray:
         parts = batches.addressable_devices_indices_map((B, 1)).values()
         return np.unique(np.concatenate([np.arange(B)[part[0]] for part in parts if part is not None]))
@@ -136,7 +126,6 @@ def make_mesh(devices: Sequence[jax.Device], config: ParallelConfig, model: GPTC
         state_shardings=functools.partial(_state_shardings, mesh),
         jit_train_step=jit_train_step,
         jit_eval_step=functools.partial(jax.jit, out_shardings=replicated),
-        jit_checksums=jit_checksums,
         abstract_tokens=lambda B, T: jax.ShapeDtypeStruct((B, T), np.int32, sharding=batches),
         local_rows=local_rows,
         shard_batch=lambda batch: jax.tree.map(lambda x: jax.make_array_from_process_local_data(batches, x), batch),

@@ -5,16 +5,15 @@ replicated over the devices, so the rest of the code treats it like the state of
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxgpt.parallel.multihost import checksum, one_copy, whole_everywhere
+from jaxgpt.parallel.multihost import one_copy, whole_everywhere
 from jaxgpt.parallel.strategy import EvalFn, StepFn, Strategy
-from jaxgpt.train import TrainState
 
 AXIS = "devices"
 
@@ -42,11 +41,6 @@ def make_pmap(devices: Sequence[jax.Device] | None = None) -> Strategy:
     def jit_eval_step(step: EvalFn) -> EvalFn:
         return pmap(lambda params, batch: jax.lax.psum(step(params, batch), AXIS), in_axes=(None, 0))
 
-    def jit_checksums(_: Any) -> Callable[[TrainState], jax.Array] | None:
-        # pmap needs an argument with a device axis: here, the devices' indices.
-        on_all = pmap(lambda state, _: jax.lax.all_gather(checksum(state)[None], AXIS), in_axes=(None, 0))
-        return None if len(of_all) == 1 else lambda state: on_all(state, np.arange(len(local)))
-
     def reshard(tree: Any, sharding: Sharding) -> Any:
         """Return replicated arrays with another sharding, made of this process's copies. Nothing is moved."""
         make = jax.make_array_from_single_device_arrays
@@ -61,7 +55,6 @@ def make_pmap(devices: Sequence[jax.Device] | None = None) -> Strategy:
         checkpoint_sharding=saved,
         jit_train_step=jit_train_step,
         jit_eval_step=jit_eval_step,
-        jit_checksums=jit_checksums,
         abstract_tokens=lambda B, T: jax.ShapeDtypeStruct((len(local), B // len(of_all), T), np.int32),
         local_rows=lambda B: np.arange(B // processes) + jax.process_index() * (B // processes),
         shard_batch=lambda batch: jax.tree.map(lambda x: x.reshape(len(local), -1, *x.shape[1:]), batch),

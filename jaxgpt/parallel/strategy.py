@@ -48,10 +48,6 @@ class Strategy:
     # Compile (step, the state's shardings, does the step add up micro-batches without dropout). The old state is donated.
     jit_train_step: Callable[[StepFn, Any, bool], StepFn]
     jit_eval_step: Callable[[EvalFn], EvalFn]  # with sums over all devices
-    # (the state's shardings) -> a function from a state to the checksums of its shards on `devices`, uint32 [copies,
-    # parts], or None if there is only one copy
-    jit_checksums: Callable[[Any], Callable[[TrainState], jax.Array] | None] = lambda _: None
-
     # (B, T) -> the shape of a training batch's tokens, with their sharding if `shard_batch` shards them
     abstract_tokens: Callable[[int, int], jax.ShapeDtypeStruct] = lambda B, T: jax.ShapeDtypeStruct((B, T), np.int32)
     local_rows: Callable[[int], np.ndarray] = np.arange  # B -> the indices of the rows that this process reads

@@ -21,7 +21,7 @@ from jaxgpt.lora import freeze, init_adapters, join_adapters, thaw, thawed_shape
 from jaxgpt.loss import HeadLoss
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import PEAKS, ComputeOptions, compute_options, count_parameters, product_options
-from jaxgpt.parallel.mesh import count_slices, make_mesh
+from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.pmap import make_pmap
 from jaxgpt.parallel.strategy import (
     BatchSplit,
@@ -34,7 +34,7 @@ from jaxgpt.parallel.strategy import (
     with_shardings,
 )
 from jaxgpt.sample.quantize import find_own_modules
-from jaxgpt.train import Metrics, Params, TrainState, eval_step, init_state, train_step
+from jaxgpt.train import Metrics, Params, TrainState, eval_step, init_state, layer_norms, train_step
 
 Devices = Sequence[jax.Device] | None  # None means all processes' devices. A topology's are to compile for absent ones
 
@@ -53,10 +53,9 @@ class Trainer:
     objective: ObjectiveConfig  # what training minimises
     merge: Callable[[Params, Params | None], Params]  # see `merged_params`
     eval_params: Callable[[TrainState], Params] | None  # see `OptimConfig`. None means the trained ones
-    checksums: Callable[[TrainState], jax.Array] | None  # see `Strategy`
     abstract_state: TrainState  # shapes and shardings to restore checkpoints with
     abstract_batch: Batch  # shapes and shardings of a training batch
-    fallback: str | None = None  # message if the strategy is not the recorded one
+    fallback: str | None  # message if the strategy is not the recorded one
     __repr__ = short_repr
 
     def merged_params(self, state: TrainState) -> Params:
@@ -121,8 +120,13 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
             schedule=schedule,
             skip_spikes=experiment.optim.skip_spikes,
             grad_accum_steps=split.grad_accum_steps,
+            report=report,
             **options,
         )
+
+    def report(grads: Params, updates: Params, opt_state: Any) -> Metrics:
+        norms = layer_norms(grads) if train.log_layers else {}
+        return experiment.optim.metrics(grads, updates, opt_state) | norms
 
     def eval_params(state: TrainState) -> Params:
         return experiment.optim.eval_params(state.opt_state.inner_state, state.params)
@@ -144,7 +148,6 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
         objective=experiment.objective,
         merge=merge,
         eval_params=None if type(experiment.optim).eval_params is OptimConfig.eval_params else jax.jit(eval_params),
-        checksums=strategy.jit_checksums(shardings),
         abstract_state=with_shardings(shapes, strategy.checkpoint_sharding or shardings),
         abstract_batch=experiment.data.shape_batch(tokens),
         fallback=fallback,
@@ -218,7 +221,8 @@ def choose_strategy(
 ) -> tuple[Strategy, BatchSplit, str | None]:
     """Return the strategy, the split of a batch, and a message if the strategy is not the recorded one, or None.
 
-    `recorded` is as in `make_trainer`. Raises `UserError` if no permitted strategy fits the devices.
+    `recorded` is as in `make_trainer`: its strategy, if it does not fit these devices, is replaced by auto. Raises
+    `UserError` if no permitted strategy fits.
     """
     present = jax.devices() if devices is None else devices
 
@@ -238,31 +242,16 @@ def choose_strategy(
             jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
         return make_single(devices, options)
 
-    choices = [experiment.parallel]
-    layout = operator.attrgetter("strategy", "data", "fsdp", "tensor", "slices")
-    if recorded is not None and layout(recorded.parallel) == layout(experiment.parallel):
-        choices += alternatives(experiment.parallel, len(present), count_slices(present))
-    refused: UserError | None = None
-    for choice in choices:
-        try:
-            strategy = make(choice)
-            split = split_batch(experiment.train.batch_size, strategy.data_parallel_size, choice)
-        except UserError as e:
-            refused = refused or e
-            continue
-        said = f"{strategy.name} instead of the recorded strategy, which does not fit here: {refused}"
-        return strategy, split, None if refused is None else said
-    assert refused is not None
-    raise refused
+    def fit(config: ParallelConfig) -> tuple[Strategy, BatchSplit]:
+        strategy = make(config)
+        return strategy, split_batch(experiment.train.batch_size, strategy.data_parallel_size, config)
 
-
-def alternatives(config: ParallelConfig, devices: int, slices: int = 1) -> list[ParallelConfig]:
-    """Return fallbacks for other devices: the same kind of sharding if it was a mesh, auto, one device."""
-    found = []
-    if config.strategy == "mesh" and devices > 1:
-        found += [] if config.slices == slices else [dataclasses.replace(config, slices=slices)]
-        rest: dict[str, Any] = {"data": -1} if config.fsdp == 1 else {"data": slices, "fsdp": -1}
-        tensors = (max(config.tensor, 1), 1)
-        found += [dataclasses.replace(config, **rest, tensor=tensor, slices=slices) for tensor in tensors]
-    names = ("auto", "single")
-    return found + [dataclasses.replace(config, strategy=name, data=-1, fsdp=1, tensor=1, slices=1) for name in names]
+    given, layout = experiment.parallel, operator.attrgetter("strategy", "data", "fsdp", "tensor", "slices")
+    try:
+        return *fit(given), None
+    except UserError as e:
+        if recorded is None or layout(recorded.parallel) != layout(given):
+            raise
+        auto = dataclasses.replace(given, strategy="auto", data=-1, fsdp=1, tensor=1, slices=1)
+        strategy, split = fit(auto)
+        return strategy, split, f"{strategy.name} instead of the recorded strategy, which does not fit here: {e}"

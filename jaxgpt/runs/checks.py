@@ -161,7 +161,10 @@ def check_step(experiment: Experiment, trainer: Trainer) -> None:
                 said = f"the loss of {type(experiment.objective).__name__} returns {kinds}"
                 needs = "(the sum in nats, the number of targets, {metric: its sum}), where each must be a scalar"
                 raise UserError(f"{place}{said}: it needs {needs}")
-        jax.eval_shape(trainer.train_step, state, batch, key)
+        _, metrics = jax.eval_shape(trainer.train_step, state, batch, key)
+        for name, x in metrics.items():
+            if x.shape:
+                raise UserError(f"the metric {name!r} has the shape {list(x.shape)}: it must be a scalar")
         jax.eval_shape(trainer.eval_step, jax.eval_shape(trainer.merged_params, state), batch)
 
 

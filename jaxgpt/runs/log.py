@@ -11,17 +11,21 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jaxgpt.errors import shell_line
 from jaxgpt.loop import Line
 from jaxgpt.parallel import multihost
 from jaxgpt.parallel.device import PEAKS, device_kind, train_flops_per_token
 from jaxgpt.runs.metrics import MetricsFile, read_metrics
 from jaxgpt.runs.training import Training
 
+QUIET = 10.0
+
 
 class RunLog:
     """Write the lines of metrics.jsonl, and display them on stderr: the `log` of `loop.train`.
 
-    On a terminal a live bar shows the last values. Elsewhere each validation is a line.
+    On a terminal a live bar shows the last values. Elsewhere each validation is a line, and so are the last values where
+    QUIET seconds have passed without one.
     """
 
     def __init__(self, training: Training, start: int, callbacks: Sequence[Callable[[Line], None]] = (), *, show: bool):
@@ -31,7 +35,7 @@ class RunLog:
         """
         model, config, devices = training.experiment.model, training.experiment.train, training.trainer.strategy.devices
         self._config, self._start, self._tokens_per_step = config, start, config.batch_size * model.block_size
-        self._callbacks = callbacks
+        self._callbacks, self._directory = callbacks, training.metrics.parent
         self.val_losses: dict[str, float] = {}  # the sources' of a mixture, at the next validation to be logged
         self.lines = read_metrics(training.metrics)  # losses of this session are appended
         limits = PEAKS.get(device_kind())  # None for an unknown device, without MFU
@@ -42,6 +46,7 @@ class RunLog:
         self._file = MetricsFile(training.metrics if multihost.is_process_0() else None)
         self._values = dict.fromkeys(("loss", "val", "rate"), "")  # the last ones, formatted
         self._show, self._began = show, time.monotonic()
+        self._said = self._began  # when a line was displayed last
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._bar = Progress(
             TextColumn("step"),
@@ -60,20 +65,18 @@ class RunLog:
         step, steps = line["step"], self._config.steps
         if "compiled" in line:
             self._logged_at = (step, self.clock.working())
-            self.say(
-                f"first step after {line['compiled']:.1f} s (tracing and compilation; a second start finds it compiled)"
-            )
+            why = "tracing and compilation; a second start finds it compiled"
+            self.say(f"first step after {line['compiled']:.1f} s ({why})")
         elif "skipped" in line:
             self._write(line)
+            replay = shell_line("jaxgpt", "replay", self._directory, "--step", step)
+            self.say(f"step {step} skipped: {line['skipped']}. To see where it began: {replay}")
         elif "val_loss" in line:
             line = line | ({"val_losses": self.val_losses} if self.val_losses else {})
             self._write(line)
             self.lines.append(line)
             each = ", ".join(f"{Path(name).name} {loss:.3f}" for name, loss in self.val_losses.items())
-            values = self._update(step, val=f"val {line['val_loss']:.3f}" + (f" ({each})" if each else ""))
-            if self._bar.disable:
-                left = (time.monotonic() - self._began) / max(1, step - self._start) * (steps - step)
-                self.say(f"step {step}/{steps} · {values} · {int(left) // 60}:{int(left) % 60:02d} left")
+            self._update(step, val=f"val {line['val_loss']:.3f}" + (f" ({each})" if each else ""))
         elif step % self._config.log_every == 0 or step == steps:
             then, at = self._logged_at
             self._logged_at = (step, self.clock.working())
@@ -88,6 +91,11 @@ class RunLog:
             self._write({"step": step, "tokens": step * self._tokens_per_step} | line | more)
             self.lines.append({"step": step, "loss": line["loss"]})
             self._update(step, loss=f"loss {line['loss']:.3f}", rate="" if rate is None else f"{rate:,.0f} tokens/s")
+        now = time.monotonic()
+        if self._bar.disable and ("val_loss" in line or ("loss" in line and now - self._said > QUIET)):
+            values = self._update(step, **({"loss": f"loss {line['loss']:.3f}"} if "loss" in line else {}))
+            left = int((now - self._began) / max(1, step - self._start) * (steps - step))
+            self.say(f"step {step}/{steps} · {values} · {left // 60}:{left % 60:02d} left")
 
     def _write(self, line: Line) -> None:
         self._file.write(**line)
@@ -107,6 +115,7 @@ class RunLog:
 
     def say(self, text: str) -> None:
         """Display a line of text, above the bar."""
+        self._said = time.monotonic()
         if self._show:
             self._console.print(text, markup=False)
 

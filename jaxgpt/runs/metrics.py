@@ -110,6 +110,7 @@ def plot_losses(lines: Sequence[dict[str, Any]], path: Path, title: str) -> None
         axes.plot(*zip(*val, strict=True), color=dark, linewidth=2, marker="o", markersize=3, label="validation")
         text = {"xytext": (0, -14), "textcoords": "offset points", "ha": "center"}
         axes.annotate(f"{best:.3f}", (best_step, best), color=dark, **text)
+    axes.margins(y=0.12)  # room for the number below the lowest point
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

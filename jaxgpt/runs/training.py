@@ -52,7 +52,7 @@ CHANGEABLE = (
     *("data.path", "data.corpus"),
     # Logging, validation and samples. eval_tokens is not among them: losses over other tokens cannot be compared, to
     # find the best checkpoint.
-    *("train.log_every", "train.eval_every", "train.sample_"),
+    *("train.log_", "train.profile", "train.eval_every", "train.sample_"),
     # Which checkpoints to keep, and when to give up.
     *("train.checkpoint_every", "train.keep_", "optim.max_skipped"),
 )
@@ -93,7 +93,8 @@ class Training:
         if start == self.experiment.train.steps or trainer.strategy.name != ONE_DEVICE:
             return trainer.train_step
         pool = ThreadPoolExecutor(1)
-        compiled = pool.submit(lambda: trainer.lower().compile())
+        # It is traced here: while grain is imported, etils makes the imports of all threads lazy, which jax cannot bear.
+        compiled = pool.submit(trainer.lower().compile)
         pool.shutdown(wait=False)  # after this one task
         return lambda state, batch, key: compiled.result()(state, batch, key)
 
@@ -240,6 +241,10 @@ def open_training(
         experiment = with_horizons(recorded, experiment, extend=extend)
         check_same_code(experiment, directory, recorded.code)
         check_same_configuration(recorded, experiment)
+    train = experiment.train
+    checkpoints = Checkpoints(directory / "checkpoints", keep_last=train.keep_last, keep_every=train.keep_every)
+    if recorded is not None:
+        checkpoints.check_depth(recorded.model)
     resolved, weights = resolve_init_from(experiment, recorded)
     with blame_own_classes(resolved.data, resolved.data.open_dataset):
         if recorded is None:
@@ -257,7 +262,7 @@ def open_training(
     with watch_own_modules(resolved):
         trainer = make_trainer(resolved, recorded=None if recorded is None else recorded.given)
     check_step(resolved, trainer)
-    model, train = resolved.model, experiment.train
+    model = resolved.model
     activation = trainer.split.micro_batch_size * model.block_size * model.n_embd * 2  # bytes of a single one
     check_memory(trainer.abstract_state, activation, trainer.strategy.devices)
     training = Training(
@@ -267,7 +272,7 @@ def open_training(
         dataset=dataset,
         trainer=trainer,
         weights=weights,
-        checkpoints=Checkpoints(directory / "checkpoints", keep_last=train.keep_last, keep_every=train.keep_every),
+        checkpoints=checkpoints,
     )
     if recorded is None and _is_own(resolved.data):
         batch_size = trainer.strategy.data_parallel_size * trainer.split.micro_batch_size

@@ -132,6 +132,9 @@ class LossOptim(OptimConfig):
         clip = optax.clip_by_global_norm(1.0)
         return optax.chain(clip, by_loss(self.learning_rate), mean(self.keep))
 
+    def metrics(self, grads, updates, opt_state):
+        return {"update_norm": optax.tree.norm(updates), "mean_norm": optax.tree.norm(opt_state[-1]["mean"])}
+
     def eval_params(self, opt_state, params):
         return opt_state[-1]["mean"]
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -87,6 +88,9 @@ def test_it_trains_logs_and_is_resumed_bit_for_bit(trained, tmp_path):
     )
     if type(experiment.optim).__name__ == "LossOptim":
         assert step["learning_rate"] == pytest.approx(0.5 * step["loss"])
+        assert 0 < step["update_norm"] < step["mean_norm"]
+    norms = [x for name, x in step.items() if name.startswith("grad_norm/")]
+    assert len(norms) > 2 and math.hypot(*norms) == pytest.approx(step["grad_norm"], rel=1e-5)
 
 
 def test_it_is_sampled_as_the_whole_forward_pass_says(trained):

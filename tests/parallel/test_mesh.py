@@ -20,7 +20,7 @@ from jaxgpt.layers.block import NO_SHARDING
 from jaxgpt.lora import init_adapters
 from jaxgpt.parallel.mesh import PARAMETER_AXES, check_divisible, count_slices, make_mesh, parameter_axes, split_slices
 from jaxgpt.parallel.strategy import make_single, split_batch
-from jaxgpt.parallel.trainer import alternatives, choose_head_loss, choose_strategy
+from jaxgpt.parallel.trainer import choose_head_loss, choose_strategy
 from tests.helpers import TINY, check_command, needs
 from tests.hf.test_families import MODELS
 from tests.test_model import ARCHITECTURES
@@ -200,23 +200,14 @@ def test_accumulation_follows_from_the_batch_and_the_devices(batch, shards, micr
     assert found.micro_batch_size * shards * found.grad_accum_steps == batch
 
 
-def test_a_mesh_is_resumed_on_other_devices_as_sharded_as_it_was():
-    """Without a pass by pmap, where each device would hold the whole state; on one device nothing is sharded."""
-    kept = ParallelConfig(strategy="mesh", data=2, fsdp=4, tensor=2, micro_batch_size=3)
-    sizes = [(c.strategy, c.data, c.fsdp, c.tensor, c.micro_batch_size) for c in alternatives(kept, 4)]
-    assert sizes == [("mesh", 1, -1, 2, 3), ("mesh", 1, -1, 1, 3), ("auto", -1, 1, 1, 3), ("single", -1, 1, 1, 3)]
-    copies = alternatives(ParallelConfig(strategy="mesh", data=8), 4)
-    assert (copies[0].data, copies[0].fsdp) == (-1, 1)
-    assert [c.strategy for c in alternatives(kept, 1)] == [c.strategy for c in alternatives(ParallelConfig(), 8)]
-
-
-def test_a_mesh_is_resumed_on_other_slices():
-    """It keeps its axes on as many devices, else its kind of sharding; only data extends over several slices."""
-    two = ParallelConfig(strategy="mesh", data=2, fsdp=16, slices=2)
-    sizes = [(c.strategy, c.data, c.fsdp, c.slices) for c in alternatives(two, 32, 1)]
-    assert sizes[:2] == [("mesh", 2, 16, 1), ("mesh", 1, -1, 1)] and sizes[-1] == ("single", -1, 1, 1)
-    one = dataclasses.replace(two, data=1, slices=1)
-    assert [(c.data, c.fsdp, c.slices) for c in alternatives(one, 32, 2)][:2] == [(1, 16, 2), (2, -1, 2)]
+def test_a_mesh_that_does_not_fit_is_resumed_by_auto():
+    """Not if the layout was just asked for, and the micro-batches stay."""
+    wide = Experiment(name="e", parallel=ParallelConfig(strategy="mesh", data=2, fsdp=4, micro_batch_size=4))
+    strategy, divided, told = choose_strategy(wide, recorded=wide)
+    assert (strategy.name, divided.micro_batch_size) == ("one device", 4)
+    assert told.startswith("one device instead of the recorded strategy, which does not fit here: parallel data=2 x")
+    with pytest.raises(UserError, match="does not make the 1 devices"):
+        choose_strategy(wide, recorded=dataclasses.replace(wide, parallel=ParallelConfig()))
 
 
 # Which loss a trainer takes

@@ -1,15 +1,12 @@
 """single = accumulation = pmap = mesh, in losses, in checkpoints, and in what they exchange; on 8 CPU devices."""
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxgpt.parallel.mesh import GPU_OPTIONS
-from jaxgpt.parallel.multihost import checksum
 from tests.helpers import check_command
 
-SLOW = "all_curves collectives crossings init dropout imports bad_step adapters drift resumed".split()
+SLOW = "all_curves collectives crossings init dropout imports bad_step adapters resumed".split()
 
 
 @pytest.mark.parametrize("name", ["quick", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
@@ -31,14 +28,3 @@ def test_xla_knows_the_options_for_gpus():
     jax.jit(lambda: 0, compiler_options=GPU_OPTIONS).lower().compile()
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         jax.jit(lambda: 0, compiler_options={"xla_gpu_all_gather": 1}).lower().compile()
-
-
-def test_a_checksum_sees_every_bit_and_every_place():
-    x = np.random.default_rng(0).normal(size=64).astype(np.float32)
-    tree = {"a": x, "b": x.astype(jnp.bfloat16), "c": np.arange(5), "d": np.array([True, False])}
-    changes = [{}, {"a": np.roll(x, 1)}, {"d": np.array([False, True])}, {"b": np.roll(tree["b"], 1)}]
-    for bit in range(32):
-        flipped = x.copy()
-        flipped.view(np.uint32)[63] ^= np.uint32(1 << bit)
-        changes.append({"a": flipped})
-    assert len({int(checksum(tree | change)) for change in changes}) == len(changes)

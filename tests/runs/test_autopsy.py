@@ -49,7 +49,7 @@ def test_a_corrupt_parameter_is_found(experiment, tmp_path, monkeypatch, capsys,
             replace_fields(experiment, **SCANNED if layer else {"optim": {"max_skipped": 3}}), tmp_path / "r"
         )  # of no other test
     told = [line for line in capsys.readouterr().err.splitlines() if "step 1 skipped" in line]
-    assert len(told) == 1 and f"jaxgpt replay {tmp_path / 'r'} --step 1" in told[0]
+    assert len(told) == 1 and f"loss is nan. To see where it began: jaxgpt replay {tmp_path / 'r'} --step 1" in told[0]
     assert all("skipped" in line for line in read_metrics(tmp_path / "r" / "metrics.jsonl"))
     assert not (tmp_path / "r" / "checkpoints").exists()
 

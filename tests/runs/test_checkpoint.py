@@ -26,7 +26,7 @@ from jaxgpt.runs.checkpoint import Checkpoints, _render
 from jaxgpt.runs.directory import lock_run, read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.train import TrainState, init_skip_state
-from tests.helpers import flip, tiny_experiment
+from tests.helpers import edit_record, flip, tiny_experiment
 
 FLIPS = 60  # single bits, over all files of a checkpoint
 
@@ -294,6 +294,19 @@ def test_a_run_without_a_good_checkpoint_does_not_start_over(experiment, run):
         with pytest.raises(UserError, match="checkpoint 4 is damaged, and no other is good: .*4/manifest.json"):
             use()
     assert files(run) == before
+
+
+def test_more_blocks_than_arrays_are_refused_before_they_are_traced(run, tmp_path):
+    edit_record(run, lambda record: record["experiment"]["model"].update(n_layer=2**14))
+    deep = read_metadata(run).given
+    tuned = dataclasses.replace(deep, train=dataclasses.replace(deep.train, init_from=str(run)))
+    began = time.monotonic()
+    for use in (lambda: load(run), lambda: fit(deep, run), lambda: fit(tuned, tmp_path / "tuned")):
+        with pytest.raises(
+            UserError, match="arrays, and experiment.json n_layer=16384. Does experiment.json belong to"
+        ):
+            use()
+    assert time.monotonic() - began < 20  # each would take minutes
 
 
 def test_two_at_once_are_refused_and_a_crash_releases(experiment, run, tmp_path):
