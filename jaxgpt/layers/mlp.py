@@ -41,7 +41,7 @@ class MLP(nn.Module):
 
     hidden: int  # number of hidden units, F
     activation: str = "gelu_tanh"  # name of the nonlinearity: a key of `ACTIVATIONS`. With glu in it there is a gate
-    function: Callable[[jax.Array], jax.Array] | None = None  # the nonlinearity. None means that of the name
+    function: Callable[[jax.Array], jax.Array] | None = None  # the nonlinearity. None means the one with that name
     use_bias: bool = True  # the layers have biases
     dropout: float = 0.0  # dropout rate of the output
     kernel_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)  # initial c_fc and c_gate
