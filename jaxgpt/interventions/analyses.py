@@ -464,8 +464,7 @@ def plot_heatmap(
     figure = Figure(figsize=(max(4.0, 0.35 * C + 2.5), max(2.0, 0.35 * R + 1.2)), layout="constrained")
     axes = figure.add_subplot(title=title)
     most = float(np.nanmax(np.abs(values_RC))) or 1.0
-    image = axes.imshow(values_RC, cmap="RdBu", vmin=-most, vmax=most, aspect="auto")
+    figure.colorbar(axes.imshow(values_RC, cmap="RdBu", vmin=-most, vmax=most, aspect="auto"), label=unit)
     axes.set_yticks(range(R), [f"layer {i}" for i in range(R)] if rows is None else list(rows))
     axes.set_xticks(range(C), list(map(str, range(C))) if columns is None else list(columns))
-    figure.colorbar(image, label=unit)
     return figure

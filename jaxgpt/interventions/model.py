@@ -171,8 +171,7 @@ def _integers(values: Any, below: int, what: str) -> np.ndarray | None:
     return array
 
 
-EDITS = "edits"  # in the parameters: `EditArrays`
-ACTIVATIONS = "activations"  # the collection of activations that are read
+EDITS, ACTIVATIONS = "edits", "activations"  # a part of the parameters, and the collection of what is read
 AT_ONCE = 16  # sets of edits in one batch
 
 # (module, method) -> the place of its result. The places of a block's `attn` and `mlp` hold for any module.

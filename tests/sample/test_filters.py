@@ -26,24 +26,17 @@ def test_what_is_greedy(how):
     np.testing.assert_array_equal(drawn(Sampling(**how), 20), np.broadcast_to(LOGITS.argmax(-1), (20, 5)))
 
 
-def test_top_k_keeps_k():
-    for k in (1, 3, 11, 50):
-        kept = np.isfinite(keep_top_k(LOGITS, k))
-        assert (kept.sum(-1) == min(k, 11)).all()
-        assert (np.where(kept, LOGITS, np.inf).min(-1) >= np.where(kept, -np.inf, LOGITS).max(-1)).all()
-
-
-def test_top_k_keeps_the_same_by_sorting_and_by_bisection(monkeypatch):
-    """Also of ties, zeros of both signs and infinities, and where one row has another k, or none."""
+def test_top_k_keeps_k_by_sorting_and_by_bisection(monkeypatch):
+    """Of ties, zeros of both signs and infinities too, and where one row has another k, or none."""
     logits_BV = jax.random.normal(jax.random.key(0), (4, 500)).at[0, :9].set(jnp.array([0.0, -0.0, 3.0] * 3))
     logits_BV = logits_BV.at[1, ::2].set(-jnp.inf).at[2].set(jnp.round(logits_BV[2]))
-    for k in (1, 128, jnp.array([1, 77, 500, 9]), jnp.array([3, 300, 128, 7])):
+    for k in (1, 128, 500, 600, jnp.array([1, 77, 500, 9]), jnp.array([3, 300, 128, 7])):
         kept = np.asarray(keep_top_k(logits_BV, k))
         monkeypatch.setattr(filters, "SMALL_K", 1)  # any larger k is found by bisection
         np.testing.assert_array_equal(kept.view(np.int32), np.asarray(keep_top_k(logits_BV, k)).view(np.int32))
         monkeypatch.undo()
         floats_BV = np.where(np.signbit(logits_BV) & (logits_BV == 0), -1e-30, logits_BV)  # -0 before 0
-        for row, count, held in zip(floats_BV, np.broadcast_to(k, 4), kept, strict=True):
+        for row, count, held in zip(floats_BV, np.broadcast_to(np.minimum(k, 500), 4), kept, strict=True):
             np.testing.assert_array_equal(held != -np.inf, (row >= np.sort(row)[-count]) & (row > -np.inf))
 
 

@@ -83,7 +83,7 @@ function surprise() {
     const most = Math.max(...known, 1);
     tokens.shade((t) => (data.bits[t] ?? 0) / most, (t) => (data.bits[t] === null ? "no context" : `${number(data.bits[t])} bits`));
     const mean = known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
-    explained.textContent = `The shade of a token shows its surprise: −log₂ of the probability that the model gave it, in bits. Mean: ${number(mean)} bits per token; darkest shade: ${number(most)} bits.`;
+    explained.textContent = `The shade of a token shows its surprise: −log₂ of the probability that the model gave it, in bits. Mean: ${number(mean)} bits per token; strongest shade: ${number(most)} bits.`;
     replace(holder, tokens.element);
   });
   onSelect((t) => {
