@@ -25,7 +25,7 @@ from jaxgpt.files import read_lines
 LONGEST_LINE = 2**24  # bytes
 SHAPE = 'needs {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
-CONVERSIONS = {  # of ShareGPT's and Alpaca's lines
+CONVERSIONS = {  # what makes messages of ShareGPT's and Alpaca's lines
     "conversations": '[.conversations[] | {role: ({human: "user", gpt: "assistant"}[.from] // .from), content: .value}]',
     "instruction": '[{role: "user", content: ([.instruction, .input] | map(select((. // "") != "")) | join("\\n\\n"))}, '
     '{role: "assistant", content: .output}]',

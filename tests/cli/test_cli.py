@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import pty
@@ -10,10 +11,12 @@ import shutil
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 
 from jaxgpt.cli.main import bind_command
+from jaxgpt.cli.sample import sample
 from jaxgpt.cli.train import choose_context, label_own_text
 from jaxgpt.config import DataConfig, TrainConfig
 from jaxgpt.config.presets import CONTEXT_OF_WEIGHTS, finetune, quickstart
@@ -86,6 +89,14 @@ def test_a_preset_on_the_users_conversations_ends_with_an_answer_to_one_that_it_
     assert label_own_text(chosen, None).train == chosen.train
     path.write_text("no conversation")
     assert label_own_text(own, None).train.sample_prompt == "What is str.count?"
+
+
+@pytest.mark.parametrize(("typed", "turn"), [("Why?\nñ\n", "Why?\nñ"), (" x", " x")])
+def test_a_chat_without_a_prompt_reads_standard_input(monkeypatch, typed, turn):
+    run = types.SimpleNamespace(for_decoding=lambda weights: run, sample=lambda prompts, **options: prompts)
+    monkeypatch.setattr("jaxgpt.cli.sample.open_run", lambda *_: run)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
+    assert sample("run", chat=True, num_samples=2).value == [{"prompt": turn, "text": turn}] * 2
 
 
 def test_the_default_context_holds_the_longest_conversation(tmp_path):
