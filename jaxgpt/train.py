@@ -96,7 +96,7 @@ def train_step(
     schedule: optax.Schedule,
     skip_spikes: float | None = None,
     grad_accum_steps: int = 1,
-    report: Callable[[Params, Params, Any], Metrics] = lambda grads, updates, opt_state: {},
+    report: Callable[[Any, Any, Any], Metrics] = lambda grads, updates, opt_state: {},
     mean: Callable[[Any], Any] = lambda sums: sums,
 ) -> tuple[TrainState, Metrics]:
     """Take one optimizer step on one batch. Return the new state and its metrics. The caller donates the old state.

@@ -1,13 +1,11 @@
 """Files are there whole or not at all, and for whom the user's umask lets them be."""
 
 import os
-from types import SimpleNamespace
 
 import pytest
 
-from jaxgpt.errors import CheckpointSaveError, UserError
+from jaxgpt.errors import UserError
 from jaxgpt.files import new_file, open_file, open_whole, write_whole
-from jaxgpt.runs.metrics import MetricsFile
 from jaxgpt.tools.html_page import Arrays, render_html
 from tests.conftest import REPOSITORY
 
@@ -37,7 +35,7 @@ def test_what_is_written_is_there_whole_or_not_at_all(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError("I/O error (os error 5)\nmore"), OSError(5, "I/O error (os error 5)")])
-def test_an_error_of_a_file_has_a_reason_also_without_strerror(error, tmp_path, monkeypatch):
+def test_an_error_of_a_file_has_a_reason_also_without_strerror(error, monkeypatch):
     """Libraries raise an OSError of one argument."""
 
     def fails(*arguments):
@@ -45,10 +43,6 @@ def test_an_error_of_a_file_has_a_reason_also_without_strerror(error, tmp_path, 
 
     monkeypatch.setattr("os.replace", fails)
     monkeypatch.setattr("os.open", fails)
-    metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    monkeypatch.setattr(metrics, "_file", SimpleNamespace(write=fails))
-    with pytest.raises(CheckpointSaveError, match=r"cannot be written: I/O error \(os error 5\)$"):
-        metrics.write(step=1)
     with pytest.raises(UserError, match=r"cannot read x: I/O error \(os error 5\)$"):
         open_file("x")
     others = [p for p in (REPOSITORY / "jaxgpt").rglob("*.py") if ".strerror}" in p.read_text()]

@@ -116,8 +116,7 @@ class ObjectiveConfig(Checked):
 class LoraConfig(Checked):
     """Low-rank adapters (arXiv:2106.09685). With a rank, only they are trained, on the weights of train.init_from.
 
-    >>> train = TrainConfig(init_from="gpt2")
-    >>> tuned = Experiment(name="tuned", lora=LoraConfig(rank=8), train=train)
+    >>> tuned = Experiment(name="tuned", lora=LoraConfig(rank=8), train=TrainConfig(init_from="gpt2"))
     """
 
     rank: Size | None = None  # rank of the adapters. None means no adapters, all parameters are trained

@@ -35,8 +35,6 @@ class OptimConfig(Checked):
     """The optimiser and its schedule.
 
     >>> optim = OptimConfig(name="muon", learning_rate=3e-3, schedule="wsd")
-    >>> optim.warmup(steps=600)
-    60
     """
 
     name: Literal["adamw", "muon"] = "adamw"  # muon: Muon (Jordan 2024) trains the blocks' matrices, AdamW the rest
@@ -119,8 +117,7 @@ class TrainConfig(Checked):
     attention: Literal["auto", "plain", "native", "xla", "cudnn", "splash"] = "auto"
     log_every: PositiveInt = 10  # steps between lines of metrics.jsonl
     log_layers: bool = False  # each line has the gradient norm of each layer as well: grad_norm/h_0
-    # steps to trace with JAX's profiler, such as 20:25, into the folder profile of the run. None means no steps
-    profile: str | None = None
+    profile: str | None = None  # steps to trace by JAX's profiler into RUN/profile, such as 20:25. None means no steps
     eval_every: PositiveInt = 250  # steps between validations. The last step has one too
     eval_tokens: PositiveInt | None = None  # tokens per validation, spread evenly over the split. None means all
     checkpoint_every: PositiveInt = 1000  # steps between checkpoints. The best validation and the end are kept as well

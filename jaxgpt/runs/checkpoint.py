@@ -19,7 +19,6 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -44,7 +43,6 @@ TRAINED = "trained"  # in REST: the parameters that are trained, where `OptimCon
 # Bytes to read or write concurrently, or the largest array, or a sixteenth of all, whichever is most. Without a limit
 # Orbax copies and compresses all arrays at once: another model in memory.
 AT_ONCE = 2**26
-LARGEST_MANIFEST = 2**28  # bytes to read: of about a million arrays
 DTYPES = ("float32", "bfloat16", "float16")  # that parameters are saved in
 
 
@@ -99,7 +97,7 @@ class Checkpoints:
         """
         path = self._directory / str(step) / MANIFEST
         try:
-            raw = read_bytes(path, LARGEST_MANIFEST)
+            raw = read_bytes(path, 2**28)  # as of about a million arrays
         except UserError as e:
             raise CorruptCheckpoint(str(e)) from None
         with contextlib.suppress(ValueError, RecursionError, AttributeError):
@@ -113,8 +111,8 @@ class Checkpoints:
         with contextlib.suppress(CorruptCheckpoint, IndexError):  # it has no checkpoint yet
             arrays = len(self.manifest(self.steps()[-1])["arrays"][PARAMS])
             if model.n_layer > arrays and not (model.scan_layers or model.is_foreign):
-                what = f"{self._directory} has {arrays} arrays, and experiment.json n_layer={model.n_layer}"
-                raise UserError(f"{what}. Does experiment.json belong to another run?")
+                said = f"{arrays} arrays, n_layer={model.n_layer}: is experiment.json another's?"
+                raise UserError(f"{self._directory}: {said}")
 
     def val_loss(self, step: int) -> float | None:
         """Return the validation loss of a step in nats per token. None if not measured, or if the manifest is damaged."""
@@ -367,11 +365,11 @@ def _rename_heads(tree: Any, saved: dict[str, str], *, back: bool = False) -> An
 
 
 def _literal(directory: Path) -> Any:
-    """Return a path for Orbax, which finds the files of each process by `glob`: etils's takes [1] in a name as a pattern."""
+    """Return a path for Orbax whose `glob`, by which it finds each process's files, takes no name as a pattern."""
     from etils import epath
 
     class LiteralPath(type(epath.Path())):
-        def glob(self, pattern: str) -> Iterator[Any]:
+        def glob(self, pattern: str) -> Any:
             return map(type(self), Path(self).glob(pattern))
 
     return LiteralPath(directory)
@@ -379,17 +377,13 @@ def _literal(directory: Path) -> Any:
 
 def _is_manifest(body: dict[str, Any]) -> bool:
     """Return whether the fields of a manifest that are read have the types that are written."""
-    match body:
-        case {
-            "format": int(form),
-            "val_loss": None | float(),
-            "arrays": {"params": dict(params), "rest": dict(rest)},
-            "files": dict(files),
-        }:
-            are_texts = all(isinstance(x, str) for x in (*params.values(), *rest.values()))
-            measured = [isinstance(x, list) and [type(part) for part in x] == [int, str] for x in files.values()]
-            return form == FORMAT and are_texts and all(measured)
-    return False
+    fields = [body.get(name) for name in ("arrays", "files")]
+    trees = [fields[0].get(name) for name in (PARAMS, REST)] if isinstance(fields[0], dict) else []
+    if body.get("format") != FORMAT or not all(isinstance(x, dict) for x in (fields[1], *trees)) or not trees:
+        return False
+    measured = [isinstance(x, list) and [type(part) for part in x] == [int, str] for x in fields[1].values()]
+    described = [isinstance(x, str) for tree in trees for x in tree.values()]
+    return isinstance(body.get("val_loss"), float | None) and all(measured) and all(described)
 
 
 def _find_unmerged(manifest: dict[str, Any]) -> str | None:

@@ -18,14 +18,13 @@ from jaxgpt.parallel.device import PEAKS, device_kind, train_flops_per_token
 from jaxgpt.runs.metrics import MetricsFile, read_metrics
 from jaxgpt.runs.training import Training
 
-QUIET = 10.0
+QUIET = 10.0  # seconds without a line
 
 
 class RunLog:
     """Write the lines of metrics.jsonl, and display them on stderr: the `log` of `loop.train`.
 
-    On a terminal a live bar shows the last values. Elsewhere each validation is a line, and so are the last values where
-    QUIET seconds have passed without one.
+    On a terminal a live bar shows the last values. Elsewhere they are a line after each validation or QUIET seconds.
     """
 
     def __init__(self, training: Training, start: int, callbacks: Sequence[Callable[[Line], None]] = (), *, show: bool):

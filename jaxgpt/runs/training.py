@@ -262,8 +262,8 @@ def open_training(
     with watch_own_modules(resolved):
         trainer = make_trainer(resolved, recorded=None if recorded is None else recorded.given)
     check_step(resolved, trainer)
-    model = resolved.model
-    activation = trainer.split.micro_batch_size * model.block_size * model.n_embd * 2  # bytes of a single one
+    width = resolved.model.block_size * resolved.model.n_embd
+    activation = trainer.split.micro_batch_size * width * 2  # bytes of a single one
     check_memory(trainer.abstract_state, activation, trainer.strategy.devices)
     training = Training(
         directory=directory,
