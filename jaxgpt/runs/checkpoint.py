@@ -377,13 +377,13 @@ def _literal(directory: Path) -> Any:
 
 def _is_manifest(body: dict[str, Any]) -> bool:
     """Return whether the fields of a manifest that are read have the types that are written."""
-    fields = [body.get(name) for name in ("arrays", "files")]
-    trees = [fields[0].get(name) for name in (PARAMS, REST)] if isinstance(fields[0], dict) else []
-    if body.get("format") != FORMAT or not all(isinstance(x, dict) for x in (fields[1], *trees)) or not trees:
+    arrays, files, loss = body.get("arrays"), body.get("files", []), body.get("val_loss")
+    trees: list[Any] = [arrays.get(name) for name in (PARAMS, REST)] if isinstance(arrays, dict) else [None]
+    if body.get("format") != FORMAT or not all(isinstance(x, dict) for x in (files, *trees)):
         return False
-    measured = [isinstance(x, list) and [type(part) for part in x] == [int, str] for x in fields[1].values()]
+    measured = [isinstance(x, list) and [type(part) for part in x] == [int, str] for x in files.values()]
     described = [isinstance(x, str) for tree in trees for x in tree.values()]
-    return isinstance(body.get("val_loss"), float | None) and all(measured) and all(described)
+    return isinstance(loss, float | None) and all(measured) and all(described)
 
 
 def _find_unmerged(manifest: dict[str, Any]) -> str | None:
