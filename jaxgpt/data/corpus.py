@@ -163,7 +163,7 @@ def fetch(url: str) -> Path:
             raise ImportError(f"fsspec {version('fsspec')} is too old")
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback for each try without a network
         fs = fsspec.filesystem(protocol)
-        kinds = (".bin", ".txt", ".json", ".pkl")
+        kinds = (".bin", ".txt", ".json")
         is_file = fs.info(root)["type"] == "file"
         names = [root] if is_file else sorted(f for f in fs.ls(root, detail=False) if f.endswith(kinds))
         infos = {name.rpartition("/")[2]: fs.info(name) for name in names}
