@@ -23,7 +23,7 @@ from jaxgpt.config.validate import check_count, short_repr
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT, check_model_type
-from jaxgpt.sample import Decoding, Sampling
+from jaxgpt.sample import BUCKET, Decoding, Sampling
 from jaxgpt.sample import state as programs
 from jaxgpt.sample.cache import KVCache, can_cache
 from jaxgpt.sample.filters import SamplingRows
@@ -311,8 +311,13 @@ def generate(
     key: jax.Array,
     max_new_tokens: int,
     sampling: Sampling | None = None,
+    stop_tokens: Sequence[int] = (),
     logprobs: bool = False,
-    **options: Any,
+    vocab_size: int | None = None,
+    cache_dtype: Precision | None = None,
+    bucket: int = BUCKET,
+    slots: int | None = None,
+    grammar: Grammar | None = None,
 ) -> Generated:
     """Continue each prompt, a list of ids of any length, by up to `max_new_tokens` ids.
 
@@ -326,16 +331,19 @@ def generate(
             both forms until the trained ones are freed. To hold one, call `for_decoding` with `donate`.
         prompts: lists of ids, none empty, else `UserError`. Beyond block_size only the end is read, with a warning.
         key: the key of all draws. Each prompt has its own, derived from it and from how many equal prompts come before it.
-        max_new_tokens: at least 1.
+        max_new_tokens: at least 1. It and the other arguments are the fields of `Decoding`.
         sampling: filters of the logits. None means the model's own distribution.
-        logprobs: also return log-probabilities.
-        options: other fields of `Decoding`.
     """
     decoding = Decoding(
         max_new_tokens=max_new_tokens,
         sampling=sampling or Sampling(),
+        stop_tokens=stop_tokens,
         logprobs=logprobs,
-        **options,
+        vocab_size=vocab_size,
+        cache_dtype=cache_dtype,
+        bucket=bucket,
+        slots=slots,
+        grammar=grammar,
     )
     ((tokens, drawn),) = _decode(model, params, prompts, decoding, key, None)
     if not logprobs:
