@@ -21,11 +21,6 @@ LossFn = Callable[[Params, Batch, jax.Array | None], tuple[jax.Array, jax.Array,
 
 NUM_NORMS = 128  # number of gradient norms of taken steps to keep
 MIN_NORMS = 16  # norms needed before a step can be a spike
-# Names of the fields of metrics.jsonl, and of what a step reports besides them.
-RESERVED = set(
-    """step tokens loss grad_norm learning_rate tokens_per_second mfu seconds val_loss val_losses saved
-    compiled skipped in_a_row median""".split()
-)
 TAKEN, NOT_FINITE, SPIKE = range(3)  # outcome of a step: metrics["skipped"]
 
 
@@ -154,7 +149,7 @@ def train_step(
 
     (loss, count, more), grads = gradients(state.params)
     norm, before = optax.tree.norm(grads), state.opt_state
-    metrics = {name: value / count for name, value in _check_names(more).items()} | {"loss": loss, "grad_norm": norm}
+    metrics = {"loss": loss, "grad_norm": norm}
 
     steps_taken = state.step - before.skipped
     is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -171,7 +166,7 @@ def train_step(
     extra["grad_fn"] = lambda params: gradients(params)[1]
     update = optax.with_extra_args_support(optimizer).update
     updates, inner_state = update(grads, before.inner_state, state.params, **extra)
-    metrics |= _check_names(report(grads, updates, inner_state))
+    own = {name: value / count for name, value in more.items()} | report(grads, updates, inner_state)
     opt_state = SkipState(
         inner_state=choose(inner_state, before.inner_state),
         skipped=choose(before.skipped, before.skipped + 1),
@@ -185,7 +180,9 @@ def train_step(
     metrics["learning_rate"] = reported[0][1] if reported else schedule(steps_taken)
     metrics["skipped"] = jnp.where(is_taken, TAKEN, jnp.where(is_finite, SPIKE, NOT_FINITE))
     metrics["in_a_row"] = opt_state.in_a_row
-    return TrainState(state.step + 1, params, opt_state, state.frozen_params), metrics
+    if taken := {"step", "tokens", "seconds", "val_loss", "saved", *metrics} & own.keys():
+        raise UserError(f"a metric of the experiment's own is called {min(taken)!r}, as one of jaxgpt's: rename it")
+    return TrainState(state.step + 1, params, opt_state, state.frozen_params), own | metrics
 
 
 def layer_norms(tree: Params) -> Metrics:
@@ -195,13 +192,6 @@ def layer_norms(tree: Params) -> Metrics:
         stacked = jax.vmap(optax.tree.norm)(layers.pop("h"))
         layers |= {f"h_{layer}": norm for layer, norm in enumerate(stacked)}
     return {f"grad_norm/{name}": optax.tree.norm(layer) for name, layer in layers.items()}
-
-
-def _check_names(metrics: Metrics) -> Metrics:
-    """Return metrics of the user's own. Raise `UserError` for a name of ours, which would hide one of them."""
-    if taken := RESERVED & metrics.keys():
-        raise UserError(f"a metric of the experiment's own is called {min(taken)!r}, as one of jaxgpt's: rename it")
-    return metrics
 
 
 def why_skipped(metrics: Metrics) -> str:

@@ -68,7 +68,7 @@ def list_operations(trace: Path, steps: int, program: str) -> Iterator[str]:
     """
     nanoseconds = Counter[str]()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.13, for the types of jaxlib's reader
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.13 warns of the types of jaxlib's reader
         lines = [line for plane in jax.profiler.ProfileData.from_file(str(trace)).planes for line in plane.lines]
         for line in lines:
             for event in line.events:
