@@ -44,7 +44,7 @@ Fraction = Annotated[float, Interval(ge=0, lt=1)]
 
 class _Short(reprlib.Repr):
     def repr1(self, x: Any, level: int) -> str:
-        if getattr(x, "ndim", 0):  # an array, whose numbers are not wanted
+        if getattr(x, "size", 0) > 1 and getattr(x, "ndim", 0):  # an array, whose numbers are not wanted
             return f"{x.dtype}{list(x.shape)}"
         return super().repr1(tuple(x) if isinstance(x, tuple) else x, level)
 

@@ -93,7 +93,7 @@ def test_a_preset_on_the_users_conversations_ends_with_an_answer_to_one_that_it_
 
 @pytest.mark.parametrize(("typed", "turn"), [("Why?\nñ\n", "Why?\nñ"), (" x", " x")])
 def test_a_chat_without_a_prompt_reads_standard_input(monkeypatch, typed, turn):
-    run = types.SimpleNamespace(for_decoding=lambda weights: run, sample=lambda prompts, **options: prompts)
+    run = types.SimpleNamespace(for_decoding=lambda weights, donate: run, sample=lambda prompts, **options: prompts)
     monkeypatch.setattr("jaxgpt.cli.sample.open_run", lambda *_: run)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
     assert sample("run", chat=True, num_samples=2).value == [{"prompt": turn, "text": turn}] * 2

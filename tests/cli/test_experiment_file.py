@@ -65,6 +65,6 @@ def test_files_of_two_folders_have_neighbours_of_their_own(tmp_path):
 def test_a_mistake_in_a_neighbour_is_told_and_leaves_nothing(tmp_path):
     file, path = write(tmp_path / "a", 300), list(sys.path)
     (tmp_path / "a/late.py").write_text("CONTEXT = 1 / 0\n")
-    with pytest.raises(UserError, match=r"mine\.py:15: ZeroDivisionError: division by zero: repair the experiment"):
+    with pytest.raises(UserError, match=r"late\.py:1: ZeroDivisionError: division by zero: repair the experiment"):
         load_experiment(str(file))
     assert sys.path == path and not {"neighbour", "mine"} & sys.modules.keys()
