@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from jaxgpt.sample.quantize import for_decoding as for_decoding
     from jaxgpt.sample.score import Score as Score
     from jaxgpt.sample.score import score as score
-    from jaxgpt.sample.search import speculate as speculate
     from jaxgpt.tools.xray.xray import xray as xray
 
     __version__: str
@@ -47,7 +46,6 @@ _NAMES = {  # by the module that they come from
     "sample.engine": "Generated generate stream",
     "sample.quantize": "for_decoding",
     "sample.score": "Score score",
-    "sample.search": "speculate",
     "tools.xray.xray": "xray",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

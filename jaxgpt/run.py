@@ -15,7 +15,7 @@ from jaxgpt.config.validate import check_count, short, to_python
 from jaxgpt.data.conversations import encode_messages, find_end_of_turn
 from jaxgpt.data.template import ChatTemplate, find_template
 from jaxgpt.data.template import fingerprint as template_fingerprint
-from jaxgpt.data.tokenizer import Tokenizer, find_start_token, fingerprint
+from jaxgpt.data.tokenizer import Tokenizer, find_start_token
 from jaxgpt.data.tools import Message, Tool
 from jaxgpt.errors import UserError
 from jaxgpt.hf.source import end_tokens
@@ -33,7 +33,6 @@ from jaxgpt.sample.engine import iter_text, join_texts, stream
 from jaxgpt.sample.grammar import compile_grammar
 from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.sample.score import LogLikelihood, Score, loglikelihood, score_texts
-from jaxgpt.sample.search import speculate
 from jaxgpt.train import Params
 
 STOP_STRINGS_EVERY = 32  # tokens between searches for stop strings
@@ -115,7 +114,6 @@ class Run:
         chat: bool = False,
         cache_dtype: Precision | None = None,
         slots: int | None = None,
-        draft: Run | None = None,
         schema: dict[str, Any] | None = None,
         regex: str | None = None,
         choices: Sequence[str] | None = None,
@@ -128,9 +126,7 @@ class Run:
 
         See `Sampling` for `temperature` to `greedy`. No temperature means the experiment's `train.sample_temperature`.
         See `Decoding` for `cache_dtype` and `slots`. With `chat` each prompt is a user's turn, and the completion the assistant's.
-        With a `draft`, a smaller run with the same tokenizer, decoding is speculative (see `speculate`): a seed gives
-        another completion, of the same distribution. `schema` (of JSON), `regex` or `choices` say what the completion
-        must match: see `compile_grammar`.
+        `schema` (of JSON), `regex` or `choices` say what the completion must match: see `compile_grammar`.
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         if not prompts:
@@ -152,16 +148,8 @@ class Run:
         decoding = self._decoding(sampling, chat, **options)
         ids = self.prompt_format.encode(prompts, chat)
         contexts = [row if text or chat else [] for text, row in zip(prompts, ids, strict=True)]
-        if draft is None:
-            batches = stream(*self.decode_params, ids, decoding, key=key, every=every)
-            texts = join_texts(self.tokenizer, batches, contexts, stop)
-        else:
-            texts = []
-            for number, row in enumerate(ids):
-                earlier = prompts[:number].count(prompts[number])  # equal prompts get different keys
-                row_key = jax.random.fold_in(key, earlier) if earlier else key
-                new_ids = self._speculate(draft, row, decoding, row_key, every)
-                texts.append("".join(iter_text(self.tokenizer, new_ids, stop, contexts[number])))
+        batches = stream(*self.decode_params, ids, decoding, key=key, every=every)
+        texts = join_texts(self.tokenizer, batches, contexts, stop)
         return texts[0] if isinstance(prompt, str) else texts
 
     def stream(
@@ -184,7 +172,6 @@ class Run:
         chat: bool = False,
         cache_dtype: Precision | None = None,
         slots: int | None = None,
-        draft: Run | None = None,
         schema: dict[str, Any] | None = None,
         regex: str | None = None,
         choices: Sequence[str] | None = None,
@@ -210,11 +197,8 @@ class Run:
         options = {"max_new_tokens": max_new_tokens, "cache_dtype": cache_dtype, "slots": slots, "grammar": grammar}
         decoding = self._decoding(sampling, chat, **options)
         ids = self.prompt_format.encode([prompt], chat)
-        if draft is None:
-            batches = stream(*self.decode_params, ids, decoding, key=key, every=every)
-            new_ids = (batch[0] for batch in batches)
-        else:
-            new_ids = self._speculate(draft, ids[0], decoding, key, every)
+        batches = stream(*self.decode_params, ids, decoding, key=key, every=every)
+        new_ids = (batch[0] for batch in batches)
         yield from iter_text(self.tokenizer, new_ids, stop, ids[0] if prompt or chat else ())
 
     def score(self, texts: list[str]) -> list[Score]:
@@ -258,15 +242,6 @@ class Run:
             sampling = dataclasses.replace(sampling, temperature=self.experiment.train.sample_temperature)
         stop_tokens, vocab_size = self.prompt_format.stop_tokens(chat), self.tokenizer.vocab_size
         return Decoding(sampling=sampling, stop_tokens=stop_tokens, vocab_size=vocab_size, **options)
-
-    def _speculate(
-        self, draft: Run, prompt: list[int], decoding: Decoding, key: jax.Array, every: int | None
-    ) -> Iterator[list[int]]:
-        if fingerprint(draft.tokenizer) != fingerprint(self.tokenizer):
-            raise UserError(
-                f"the tokenizer of the draft {draft.directory} is not that of {self.directory}: train both on the same data"
-            )
-        return speculate(*self.decode_params, *draft.decode_params, prompt, decoding, key=key, every=every)
 
 
 def load(

@@ -249,7 +249,7 @@ SAMPLING = [
     (["--repetition-penalty", "0"], "repetition_penalty=0.0"),
     (["--stop="], "a stop string is empty"),
     (["--seed", "-1"], "seed=-1: needs at least 0"),
-    (["--draft", "nowhere"], "nowhere is not a run directory"),
+    (["--draft", "nowhere"], "Did you mean python experiments/speculative.py RUN DRAFT?"),
 ]
 
 PROMPTS = [

@@ -100,12 +100,6 @@ def test_a_run_samples_streams_and_evaluates(run):
     assert found["bits_per_character"] == pytest.approx(found["loss"] / np.log(2))
 
 
-def test_drafted_samples_of_one_prompt_differ(run):
-    how = dict(max_new_tokens=12, temperature=1.0, draft=run)
-    first, _, third = run.sample(["lance", "a", "lance"], **how)
-    assert first != third and first == run.sample("lance", **how)
-
-
 @pytest.mark.parametrize(
     "how, said",
     [

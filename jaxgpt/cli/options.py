@@ -26,7 +26,7 @@ from jaxgpt.config.validate import check_value
 from jaxgpt.errors import UserError
 
 # The options that `--help` leaves out: these, and those fields of an experiment that are not in COMMON.
-RARE = """h name average extend cache-dtype draft min-p repetition-penalty frequency-penalty presence-penalty
+RARE = """h name average extend cache-dtype min-p repetition-penalty frequency-penalty presence-penalty
     logit-bias""".split()
 COMMON = """model.n-layer model.n-head model.n-embd model.block-size data.path data.corpus data.tokenizer
     optim.learning-rate train.steps train.batch-size train.seed train.init-from lora.rank""".split()
@@ -37,6 +37,8 @@ FIELDS = {f"{part}.{name}".replace("_", "-") for part, names in PARTS.items() fo
 WORDS = {name.rpartition(".")[2]: f"--{name}" for name in sorted(FIELDS)}
 WORDS |= {"lr": "--optim.learning-rate", "epochs": "--train.steps", "max-steps": "--train.steps"}
 WORDS |= {"data": "--data.path", "optimizer": "--optim.name", "device": "JAX_PLATFORMS=cpu"}
+# Options of commands without an experiment, by what does their work now.
+MOVED = {"draft": "python experiments/speculative.py RUN DRAFT"}
 # Help of what means the same in every command, unless its docstring has another.
 HELP = {
     "run": "run directory. None means the newest under runs/",
@@ -111,7 +113,7 @@ def parse(
                 os.environ["COLUMNS"] = str(width)
                 show(_shorten_help(printed.getvalue(), text, example, prog, operand))
             raise
-        words = WORDS if any(p.annotation is Experiment for p in parameters) else {}
+        words = WORDS if any(p.annotation is Experiment for p in parameters) else MOVED
         raise UserError(_one_line(framed.getvalue(), prog, words)) from None
     for p in parameters:
         if values[p.name] == "" and p.name != "prompt":

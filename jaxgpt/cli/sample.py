@@ -13,7 +13,6 @@ from jaxgpt.config import MAX_NEW_TOKENS, Precision
 from jaxgpt.config.validate import Count, Size
 from jaxgpt.errors import UserError
 from jaxgpt.files import Result, read_json
-from jaxgpt.runs.directory import find_run
 from jaxgpt.sample import Sampling
 
 LARGEST_SCHEMA = 2**20  # bytes
@@ -33,7 +32,6 @@ def sample(
     regex: str | None = None,
     choice: tuple[str, ...] = (),
     seed: int = 0,
-    draft: str | None = None,
     weights: Precision | None = None,
     cache_dtype: Precision | None = None,
     slots: Count | None = None,
@@ -54,12 +52,9 @@ def sample(
         regex: an expression, in Rust's syntax, that the whole text must match. None means any text
         choice: a text that it may be. Give the option for each
         seed: the same seed gives the same text
-        draft: run directory of a smaller model with the same tokenizer, for speculative decoding. None means no draft
         slots: samples to generate together. A server's number gives the same bits as the server. None means all
         stream: on a terminal, show the text as it is generated
     """
-    if draft:
-        find_run(draft)  # before jax is imported
     if chat and not prompt:
         typed = b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
         prompt = typed.decode(errors="surrogateescape").removesuffix("\n")
@@ -67,12 +62,10 @@ def sample(
             raise UserError("--chat has no prompt: give --prompt TEXT, or write the user's turn to standard input")
     model = open_run(run, average).for_decoding(weights, donate=True)
     from jaxgpt.data.tokenizer import find_start_token
-    from jaxgpt.run import load
 
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": stop, "seed": seed, "chat": chat}
     options |= {"cache_dtype": cache_dtype, "slots": slots, "regex": regex, "choices": choice or None, **vars(sampling)}
     options["schema"] = read_json(Path(schema), LARGEST_SCHEMA) if schema else None
-    options["draft"] = load(draft).for_decoding(weights) if draft else None
     if not (chat or prompt):
         say(f"no prompt: starting from {find_start_token(model.tokenizer)[1]}")
     start = "" if chat else prompt

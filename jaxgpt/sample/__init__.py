@@ -1,7 +1,6 @@
 """Sample text from logits. This file has the options, which need no jax: how to draw a token, and when to end.
 
-Letters in addition to the ones in `layers`: X columns of tokens, W beams, R rows of any kind, M = B T flattened tokens,
-G tokens of a draft.
+Letters in addition to the ones in `layers`: X columns of tokens, W beams, R rows of any kind, M = B T flattened tokens.
 """
 
 from __future__ import annotations

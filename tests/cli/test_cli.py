@@ -146,16 +146,12 @@ def test_a_terminal_sees_the_text_as_it_is_written(trained):
     assert len(pieces) >= 3 and pieces[0] == b"lance"
 
 
-def test_mistakes_that_the_table_of_bad_inputs_has_no_place_for(trained, tmp_path):
-    """The last one has no network: a proxy that is not there."""
+def test_a_mistake_that_the_table_of_bad_inputs_has_no_place_for(trained, tmp_path):
+    """It has no network: a proxy that is not there."""
     directory, _ = trained
     files = sorted((str(p), p.stat().st_mtime_ns) for p in directory.rglob("*"))
     offline = {"https_proxy": "http://127.0.0.1:9", "JAXGPT_CACHE": str(tmp_path)}
-    for line, said, env in (
-        ("sample --prompt a --draft runs/other", "the tokenizer of the draft runs/other is not that of", {}),
-        ("train --data.corpus shakespeare", "To give it by hand, save the text as", {"cwd": tmp_path} | offline),
-    ):
-        done = jaxgpt(*line.split(), **{"cwd": directory} | env)
-        assert (done.returncode, done.stdout) == (2, "") and said in done.stderr, done.stderr
-        assert len(done.stderr.strip().splitlines()) <= 2, done.stderr
+    done = jaxgpt("train", "--data.corpus", "shakespeare", cwd=tmp_path, **offline)
+    assert (done.returncode, done.stdout) == (2, "") and "To give it by hand, save the text as" in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 2, done.stderr
     assert files == sorted((str(p), p.stat().st_mtime_ns) for p in directory.rglob("*"))

@@ -79,6 +79,13 @@ def planned(experiment: Any, vocab_size: int, topology: str | None) -> dict[str,
     return make_plan(experiment, vocab_size, topology=topology).to_json()
 
 
+def speculative_page() -> Any:
+    sys.path.append(str(REPOSITORY / "experiments"))
+    import speculative
+
+    return speculative
+
+
 # Texts
 
 
@@ -399,10 +406,11 @@ def _stream() -> Any:
 
 @case("sample.speculate")
 def _speculate() -> Any:
+    page = speculative_page()
     found: dict[str, Any] = {}
     for name, how in {"drawn": {}, "greedy": {"greedy": True}, "penalty": {"repetition_penalty": 1.2}}.items():
         run, draft = trained("llama"), trained("draft")
-        news = jaxgpt.speculate(
+        news = page.speculate(
             *jaxgpt.for_decoding(run.model, run.params),
             *jaxgpt.for_decoding(draft.model, draft.params),
             _ids(run)[2],
@@ -411,7 +419,7 @@ def _speculate() -> Any:
             every=8,
         )
         found[name] = list(news)
-    return found | {"text": run.sample(["The ", "The "], draft=draft, max_new_tokens=20, seed=1)}
+    return found | {"text": page.sample(run, draft, ["The ", "The "], max_new_tokens=20, seed=1)}
 
 
 @case("sample.chat", "1b")

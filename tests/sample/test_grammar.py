@@ -11,10 +11,9 @@ import pytest
 
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, IdTokenizer, train_bpe
 from jaxgpt.errors import UserError
-from jaxgpt.sample import Decoding, Sampling
+from jaxgpt.sample import Sampling
 from jaxgpt.sample.engine import Engine, Request, generate
 from jaxgpt.sample.grammar import compile_grammar
-from jaxgpt.sample.search import speculate
 from tests.conftest import TEXT
 from tests.helpers import TINY, make_model
 
@@ -181,9 +180,6 @@ def test_a_batch_follows_one_grammar_until_it_is_cut(model, monkeypatch):
     assert [len(row) for row in found.logprobs] == [len(row) for row in found.tokens]
     cut = generate(*model, prompts, key=jax.random.key(0), max_new_tokens=20, grammar=grammar, slots=8)
     assert cut.tokens == [row[:20] for row in found.tokens]
-    decoding = Decoding(max_new_tokens=90, grammar=grammar)
-    with pytest.raises(UserError, match="speculative decoding follows no grammar"):
-        next(speculate(*model, *model, [1], decoding, key=jax.random.key(0)))
 
 
 def test_others_in_the_batch_are_not_touched(model):

@@ -1,14 +1,20 @@
-"""Decode speculatively: one jitted program on caches of its own.
+"""Study: does a run write faster when a smaller one drafts its tokens?
 
-A small draft model proposes tokens, and the model checks several of them in one pass (Leviathan, Kalman and Matias
-2022, arXiv:2211.17192, and Chen et al. 2023, arXiv:2302.01318). A completion has exactly the model's own distribution. A
-greedy one is the same token for token. A bad draft only costs time.
+Question    a small model proposes several tokens, and the large one checks them in one pass. A completion has exactly the
+            large model's own distribution. A greedy one is the same token for token. What does it gain?
+Reference   Leviathan, Kalman and Matias 2022, arXiv:2211.17192, and Chen et al. 2023, arXiv:2302.01318
+Command     python experiments/speculative.py runs/mine runs/small [--prompt "The "] [--max-new-tokens 200] [--greedy]
+            Both runs need one tokenizer: train them on the same data.
+Hardware    one device of any kind; a small pair takes seconds on two cores of a CPU
+Expected    the gain is the number of tokens kept for each pass, less the time of the draft. A bad draft only costs time.
+Result      the quickstart's model with itself as the draft, greedy, on CPU: the same text, at 980 tokens/s (LOG.md, 2026-11-21).
+Verdict     no gain where the draft costs as much as the model. A large model with a small draft has not been timed.
 """
 
-from __future__ import annotations
-
+import argparse
 import functools
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import flax.struct
@@ -16,16 +22,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgpt import GPT, Decoding, Run, Sampling, UserError, load
 from jaxgpt.config.validate import check_count, check_whole
-from jaxgpt.errors import UserError
-from jaxgpt.model import GPT
-from jaxgpt.sample import Decoding
+from jaxgpt.data.tokenizer import fingerprint
 from jaxgpt.sample import state as programs
 from jaxgpt.sample.cache import KVCache, can_cache
-from jaxgpt.sample.engine import prompt_keys, truncate_prompts
+from jaxgpt.sample.engine import iter_text, prompt_keys, truncate_prompts
 from jaxgpt.sample.filters import SamplingRows, draw
 from jaxgpt.sample.quantize import apply_model, unstack_layers
 from jaxgpt.sample.state import cache_columns, has_unbounded_positions, known_ids, next_bucket
+
+
+def sample(
+    run: Run, draft: Run, prompts: list[str], *, max_new_tokens: int, greedy: bool = False, seed: int = 0
+) -> list[str]:
+    """Return the completion of each prompt, without the prompt. draft: a smaller run with the same tokenizer."""
+    if fingerprint(draft.tokenizer) != fingerprint(run.tokenizer):
+        raise UserError(
+            f"the tokenizer of the draft {draft.directory} is not that of {run.directory}: train both on the same data"
+        )
+    decoding = Decoding(
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(temperature=run.experiment.train.sample_temperature, greedy=greedy),
+        stop_tokens=run.prompt_format.stop_tokens(chat=False),
+        vocab_size=run.tokenizer.vocab_size,
+    )
+    key, texts = jax.random.key(seed), []
+    for number, ids in enumerate(run.prompt_format.encode(prompts, chat=False)):
+        earlier = prompts[:number].count(prompts[number])  # equal prompts get different keys
+        row_key = jax.random.fold_in(key, earlier) if earlier else key
+        new_ids = speculate(*run.decode_params, *draft.decode_params, ids, decoding, key=row_key, every=None)
+        texts.append("".join(iter_text(run.tokenizer, new_ids, prompt=ids if prompts[number] else ())))
+    return texts
 
 
 def speculate(
@@ -238,3 +266,37 @@ def _accept(state: SequenceState, length: jax.Array, new_R: jax.Array, n: jax.Ar
         stopped=state.stopped | stopped,
         seen_1V=state.seen_1V.at[0, kept_R].add(2, mode="drop"),
     )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print a completion, and the seconds that it takes with the draft and without."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="directory of the run that decides")
+    parser.add_argument("draft", help="directory of the run that proposes")
+    parser.add_argument("--prompt", default="The ")
+    parser.add_argument("--max-new-tokens", type=int, default=200)
+    parser.add_argument("--greedy", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    try:
+        run, draft = load(options.run), load(options.draft)
+        how = {"max_new_tokens": options.max_new_tokens, "greedy": options.greedy, "seed": options.seed}
+        drafted, seconds = measure(functools.partial(sample, run, draft, [options.prompt], **how))
+        _, alone = measure(functools.partial(run.sample, [options.prompt], **how))
+    except UserError as error:
+        parser.exit(2, f"{error}\n")
+    print(f"{options.prompt}{drafted[0]}\n\nwith the draft {seconds:.2f} s, without {alone:.2f} s")
+
+
+def measure(write: Callable[[], list[str]]) -> tuple[list[str], float]:
+    """Return what a function writes, and the fewest seconds of three calls after one that compiles."""
+    texts, times = write(), []
+    for _ in range(3):
+        start = time.perf_counter()
+        write()
+        times.append(time.perf_counter() - start)
+    return texts, min(times)
+
+
+if __name__ == "__main__":
+    main()

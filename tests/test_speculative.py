@@ -1,4 +1,4 @@
-"""Speculation changes the time and nothing else."""
+"""experiments/speculative.py: speculation changes the time and nothing else."""
 
 import dataclasses
 import functools
@@ -9,13 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
+from jaxgpt.fitting import fit
 from jaxgpt.sample import Decoding, Sampling
 from jaxgpt.sample.engine import generate
 from jaxgpt.sample.filters import SamplingRows
-from jaxgpt.sample.search import _advance, init_sequence, speculate
 from jaxgpt.sample.state import pad_stop_tokens
-from tests.helpers import TINY, apply, make_model
+from tests.helpers import TINY, apply, make_model, script, tiny_experiment
+
+page = script("speculative")
 
 C = TINY.block_size
 
@@ -29,34 +32,21 @@ def lively(position, seed=0, **kwargs):
 def run(big, small, prompt, new=4 * C, num_draft_tokens=3, every=8, **kwargs):
     decoding = Decoding(max_new_tokens=new, **kwargs)
     options = {"every": every, "num_draft_tokens": num_draft_tokens}
-    pieces = speculate(*big, *small, prompt, decoding, key=jax.random.key(0), **options)
+    pieces = page.speculate(*big, *small, prompt, decoding, key=jax.random.key(0), **options)
     return [token for piece in pieces for token in piece]
 
 
 @pytest.mark.parametrize("position", [pytest.param("learned", marks=pytest.mark.slow), "rope"])
-@pytest.mark.parametrize("draft", ["another", pytest.param("itself", marks=pytest.mark.slow)])
-def test_greedy_text_is_the_same_far_past_the_context(position, draft):
-    big = lively(position)
+def test_greedy_text_is_the_same_far_past_the_context(position):
+    """With a penalty too, up to a stop token."""
     # A draft with another kind of positions and a longer context, so that the two begin anew at other times.
-    small = big if draft == "itself" else lively("learned", 3, n_layer=1, block_size=C + 3)
-    for prompt in ([3], [1, 2, 3, 4, 5], [4] * C):
-        expected = generate(
-            *big, [prompt], key=jax.random.key(0), max_new_tokens=4 * C, sampling=Sampling(greedy=True)
-        ).tokens[0]
-        assert run(big, small, prompt, sampling=Sampling(greedy=True)) == expected
-
-
-@pytest.mark.slow
-def test_stop_tokens_and_the_penalty_are_kept():
-    big, small = lively("rope"), lively("rope", 3)
-    counted = Sampling(greedy=True, frequency_penalty=1.5, presence_penalty=0.5, logit_bias=((2, -9.0),))
-    for sampling in (Sampling(greedy=True), Sampling(greedy=True, repetition_penalty=2.0), counted):
-        free = generate(*big, [[1, 2]], key=jax.random.key(0), max_new_tokens=30, sampling=sampling).tokens[0]
-        assert run(big, small, [1, 2], new=30, sampling=sampling) == free
-        stop = free[7]
-        stopped = run(big, small, [1, 2], new=30, sampling=sampling, stop_tokens=[stop])
-        assert stopped == free[: free.index(stop)]
-    assert run(big, small, [1, 2], new=30, stop_tokens=range(11)) == []
+    big, small = lively(position), lively("learned", 3, n_layer=1, block_size=C + 3)
+    penalized = Sampling(greedy=True, repetition_penalty=1.5, presence_penalty=0.5, logit_bias=((2, -9.0),))
+    for prompt, sampling in (([3], penalized), ([1, 2, 3, 4, 5], Sampling(greedy=True)), ([4] * C, penalized)):
+        (expected,) = generate(*big, [prompt], key=jax.random.key(0), max_new_tokens=4 * C, sampling=sampling).tokens
+        assert run(big, small, prompt, sampling=sampling) == expected
+        stopped = run(big, small, prompt, sampling=sampling, stop_tokens=expected[7:8])
+        assert stopped == expected[: expected.index(expected[7])]
 
 
 def test_the_distribution_is_exact():
@@ -72,13 +62,13 @@ def test_the_distribution_is_exact():
     prompt = (1, 2)
 
     how = dict(prompt=prompt, new=new + 3, decoding=Decoding(max_new_tokens=new, bucket=1), G=2)
-    t, d = init_sequence(model, params, **how), init_sequence(draft, draft_params, **how)
+    t, d = page.init_sequence(model, params, **how), page.init_sequence(draft, draft_params, **how)
 
     @jax.jit
     @jax.vmap
     def five(key):
         rows = SamplingRows.stack([sampling])
-        done, _ = _advance(model, draft, params, draft_params, t, d, key, rows, pad_stop_tokens([], 4), new, V, 2)
+        done, _ = page._advance(model, draft, params, draft_params, t, d, key, rows, pad_stop_tokens([], 4), new, V, 2)
         return done.tokens_X[len(prompt) : len(prompt) + new]
 
     got = np.asarray(five(jax.random.split(jax.random.key(1), draws))) @ V ** np.arange(new)[::-1]
@@ -118,9 +108,22 @@ def test_the_distribution_is_exact():
     [
         ({"vocab_size": 7}, {}, "the draft knows 7 tokens, the model writes 11"),
         ({}, {"num_draft_tokens": 5}, "num_draft_tokens=5: needs 1 to 4"),
-        ({}, {"every": 0}, "every=0: needs at least 1"),
+        ({}, {"grammar": object()}, "speculative decoding follows no grammar"),
     ],
 )
 def test_misuse_is_told(small, how, said):
     with pytest.raises(UserError, match=said):
         run(lively("rope"), lively("rope", **small), [1], **how)
+
+
+def test_the_page_writes_what_the_run_writes(text_file, tmp_path, capsys):
+    """Greedily; else equal prompts get different completions. The tokenizers must be the same."""
+    run = fit(tiny_experiment(text_file, steps=2), tmp_path / "run", progress=False)
+    prompts, greedy = ["lance", "a", "lance"], {"max_new_tokens": 12, "greedy": True}
+    assert page.sample(run, run, prompts, **greedy) == run.sample(prompts, **greedy)
+    first, _, third = page.sample(run, run, prompts, max_new_tokens=12)
+    assert first != third and [first] == page.sample(run, run, prompts[:1], max_new_tokens=12)
+    page.main([str(run.directory)] * 2 + ["--prompt", "lance", "--max-new-tokens", "12"])
+    assert capsys.readouterr().out.startswith(f"lance{first}\n\nwith the draft ")
+    with pytest.raises(UserError, match="the tokenizer of the draft .* is not that of"):
+        page.sample(run, dataclasses.replace(run, tokenizer=ByteTokenizer()), prompts, **greedy)
