@@ -29,7 +29,6 @@ pytestmark = pytest.mark.slow  # a server, and clients that take seconds to impo
 
 CONTEXT = 2048  # bytes, for the schemas that clients write into their prompts
 SAME = 1e-4  # nats: float32 sums of other batches
-DRAWN = {"max_tokens": 20, "temperature": 0.8, "seed": 3}
 PROMPT = "that keep a "
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -48,98 +47,6 @@ def server(tmp_path_factory):
     run = tiny_run(tmp_path_factory.mktemp("serve"), block_size=CONTEXT, batch_size=1, eval_tokens=CONTEXT)
     with serve(run, "--slots", "4") as server:
         yield server
-
-
-OPENAI = f"""
-import collections, concurrent.futures, json, openai, sys
-MODEL, URL, GIVEN = {MODEL!r}, sys.argv[1], json.loads(sys.argv[2])
-client = openai.OpenAI(base_url=URL + "/v1", max_retries=0, timeout=60)
-found = {{}}
-"""
-
-
-def run_openai(server, code, **given) -> dict:
-    """Run code that has openai's client, and what is given as GIVEN; return what it has found."""
-    pytest.importorskip("openai", reason="the client: pip install '.[test]'")
-    code = f"{OPENAI}{code}\nprint(json.dumps(found))"
-    options = {"OPENAI_API_KEY": "any", "NO_PROXY": "*"}
-    done = check_command("-c", code, server.url, json.dumps(given), cwd=server.run.parent, **options)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_openai_reads_a_completion_and_its_stream(server):
-    found = run_openai(server, """
-(model,) = client.models.list().data
-found["model"] = client.models.retrieve(model.id).id == model.id
-given = GIVEN | {"model": model.id}
-whole = client.completions.create(**given)
-found["text"], found["usage"] = whole.choices[0].text, whole.usage.model_dump()
-found["finish"] = whole.choices[0].finish_reason
-chunks = list(client.completions.create(**given, stream=True, stream_options={"include_usage": True}))
-found["streamed"] = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
-found["ends"] = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason]
-found["counted"] = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage]
-many = client.completions.create(**given | dict(prompt=[GIVEN["prompt"], "of"], n=2))
-found["many"] = [choice.text for choice in sorted(many.choices, key=lambda choice: choice.index)]
-""", prompt=PROMPT, **DRAWN)  # fmt: skip
-    how = dict(max_new_tokens=DRAWN["max_tokens"], temperature=DRAWN["temperature"], seed=DRAWN["seed"])
-    assert found["text"] == found["streamed"] == found["many"][0] == load(server.run).sample(PROMPT, **how)
-    assert found["model"] and found["finish"] == "length" and found["ends"] == ["length"]
-    assert found["usage"]["completion_tokens"] == DRAWN["max_tokens"] and found["counted"] == [DRAWN["max_tokens"]]
-    assert found["usage"]["prompt_tokens"] == len(PROMPT)
-    assert len(found["many"]) == 4 and found["many"][0] != found["many"][1]
-
-
-def test_openai_reads_chat_log_probabilities_and_errors(server):
-    found = run_openai(server, """
-messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "of"}]
-given = dict(model=MODEL, messages=messages, max_completion_tokens=12, seed=1, temperature=1.0)
-whole = client.chat.completions.create(**given, logprobs=True, top_logprobs=3).choices[0]
-found["role"], found["text"] = whole.message.role, whole.message.content
-found["logprobs"] = [token.logprob for token in whole.logprobs.content]
-found["top"] = [[top.logprob for top in token.top_logprobs] for token in whole.logprobs.content]
-chunks = list(client.chat.completions.create(**given, stream=True))
-found["streamed"] = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-found["first"] = chunks[0].choices[0].delta.role
-echoed = client.completions.create(model=MODEL, prompt="that keep", max_tokens=2, logprobs=2, echo=True, seed=1).choices[0]
-found["echoed"] = {"text": echoed.text, **echoed.logprobs.model_dump()}
-def fails(**given):
-    try:
-        client.completions.create(**dict(model=MODEL, prompt="x", max_tokens=2) | given)
-    except openai.BadRequestError as e:
-        return [e.param, e.type, e.body["message"]]
-found["errors"] = [fails(temperature=-1), fails(extra_body={"tempereture": 1}), fails(prompt="x" * (GIVEN["context"] + 1))]
-""", context=CONTEXT)  # fmt: skip
-    assert found["role"] == found["first"] == "assistant" and found["text"] == found["streamed"]
-    for logprob, top in zip(found["logprobs"], found["top"], strict=True):
-        assert len(top) == 3 and top == sorted(top, reverse=True)
-        assert logprob <= top[0] <= 0 and (logprob in top or logprob < top[-1])
-    echoed = found["echoed"]
-    assert echoed["token_logprobs"][0] is None and echoed["text"].startswith("that keep")
-    (score,) = load(server.run).score(["that keep"])
-    assert echoed["token_logprobs"][1:9] == pytest.approx(score.logprobs[1:], abs=SAME)
-    lengths = {len(echoed[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
-    assert lengths == {11} and echoed["text_offset"][:9] == list(range(9))
-    assert [error[0] for error in found["errors"]] == ["temperature", "tempereture", "prompt"]
-    assert {error[1] for error in found["errors"]} == {"invalid_request_error"}
-    assert f"maximum context length is {CONTEXT} tokens, and the prompt has {CONTEXT + 1}" in found["errors"][2][2]
-
-
-def test_openai_retries_when_the_queue_is_full(server):
-    """16 clients at once for one slot and four places in the queue: all are served in the end."""
-    with serve(server.run, "--slots", "1") as small:
-        found = run_openai(small, """
-seen = collections.Counter()
-http = openai.DefaultHttpxClient(event_hooks={"response": [lambda response: seen.update([response.status_code])]})
-client = openai.OpenAI(base_url=URL + "/v1", max_retries=30, timeout=60, http_client=http)
-def complete(seed):
-    return client.completions.create(model=MODEL, prompt="of", max_tokens=100, seed=seed).usage.completion_tokens
-with concurrent.futures.ThreadPoolExecutor(16) as pool:
-    found["tokens"] = list(pool.map(complete, range(16)))
-found["seen"] = {str(status): count for status, count in seen.items()}
-""")  # fmt: skip
-    assert found["tokens"] == [100] * 16
-    assert found["seen"].keys() == {"200", "429"} and found["seen"]["200"] == 16
 
 
 WRITTEN = {"temperature": 0, "max_tokens": 9, "stop": ["l"]}  # what the task says

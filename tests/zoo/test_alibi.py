@@ -10,7 +10,6 @@ import pytest
 from jaxgpt.errors import UserError
 from jaxgpt.layers.block import Compute
 from tests.helpers import FLOAT32_REORDERED, TINY, import_pages
-from tests.zoo.decoding import check_causal, check_decoding, draw_inputs
 
 (alibi,) = import_pages("zoo", "alibi")
 
@@ -43,17 +42,6 @@ def test_scores_have_the_bias():
     np.testing.assert_allclose(difference_NTS, np.broadcast_to(difference_NTS[:, :, :1], (4, 6, 6)), atol=1e-4)
 
 
-@pytest.mark.parametrize("window", [None, 4])
-def test_decoding_is_the_whole_pass(window):
-    config = dataclasses.replace(CONFIG, sliding_window=window)
-    module = config.make_attention(0, Compute())
-    check_decoding(module, *draw_inputs(module))
-
-
-def test_causal():
-    check_causal(CONFIG.make_attention(0, Compute()))
-
-
 def test_weights_are_those_of_the_output():
     """What looks at attention patterns sees the bias too."""
     module = CONFIG.make_attention(0, Compute())
@@ -72,9 +60,3 @@ def test_weights_are_those_of_the_output():
 def test_positions_are_refused():
     with pytest.raises(UserError, match="position=rope"):
         dataclasses.replace(CONFIG, position="rope")
-
-
-def test_parameters_are_the_baselines():
-    trees = [v.model for v in alibi.variants.values()]
-    shapes = [jax.tree.map(jnp.shape, dataclasses.replace(m, vocab_size=65).make_model().shapes()) for m in trees]
-    assert shapes[0] == shapes[1] == shapes[2]

@@ -1,6 +1,7 @@
 """The layers of experiments/zoo in jaxgpt's own programs: scanned, recomputed, packed, and sampled by the engine."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +12,34 @@ import jaxgpt
 from jaxgpt import plain_generate
 from jaxgpt.batch import Batch
 from jaxgpt.loss import make_loss
+from jaxgpt.sample.cache import can_cache
 from tests.helpers import FLOAT32_REORDERED, import_pages, make_model, stack_layers
 
-NAMES = ("alibi", "moe", "mla", "differential_attention")
+NAMES = ("alibi", "moe", "mla", "differential_attention", "gated_deltanet", "ngram_embeddings", "qwen3_next", "smear")
+NAMES += ("unet_skips", "value_embeddings")
 PAGES = dict(zip(NAMES, import_pages("zoo", *NAMES), strict=True))
 
 
 def small(name):
     model = PAGES[name].experiment.model
     return dataclasses.replace(model, vocab_size=11, block_size=16, n_layer=2, n_head=2, n_embd=16, head_dim=8)
+
+
+def find_reach(model, params, tokens: int) -> np.ndarray:
+    """Return whether the hidden state of each token depends on each token, by exchanging one token at a time."""
+    config = model.config
+    first_T = jnp.arange(tokens) % config.vocab_size
+    changed_TT = jnp.where(jnp.eye(tokens, dtype=bool), (first_T + 3)[None] % config.vocab_size, first_T[None])
+    states = jax.jit(functools.partial(model.apply, method="hidden_states"))
+    same, others = states({"params": params}, first_T[None]), states({"params": params}, changed_TT)
+    return (np.abs(others - same).max(axis=-1) > 1e-6).T
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cached_decoding_is_the_whole_pass_and_a_token_reads_itself_and_all_before_it(name):
+    model, params = make_model(small(name))
+    assert can_cache(model, params)
+    np.testing.assert_array_equal(find_reach(model, params, 6), np.tri(6, dtype=bool))
 
 
 @pytest.mark.parametrize("name", ["alibi", "moe", "mla"])
@@ -43,10 +63,7 @@ def test_scanned_and_recomputed_as_a_loop(name):
         np.testing.assert_allclose(sown[metric], also_sown[metric], **FLOAT32_REORDERED)
 
 
-# An attention that is jaxgpt's but for its cache, and one of its own; the others by `-m slow`.
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("alibi", "mla") else pytest.mark.slow) for name in PAGES]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_engine_draws_what_the_whole_pass_does(name):
     model, params = make_model(small(name))
     prompt, key = [1, 2, 3, 4, 5], jax.random.key(0)

@@ -1,15 +1,12 @@
-"""experiments/zoo/ngram_embeddings.py: rows of n-grams, exact and hashed; documents; cached decoding."""
+"""experiments/zoo/ngram_embeddings.py: rows of n-grams, exact and hashed; documents."""
 
 import dataclasses
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.sample.cache import can_cache
 from tests.helpers import FLOAT32_REORDERED, TINY, import_pages, make_model
-from tests.zoo.decoding import check_decoding, find_reach
 
 (page,) = import_pages("zoo", "ngram_embeddings")
 
@@ -43,14 +40,3 @@ def test_the_embedding_is_the_sum_of_the_rows_within_the_document():
         row = page.ngram_rows(jnp.asarray(tokens[None, t - 2 : t + 1]), 3, V, V**2)[0, 0]
         expected[t] += triples[row]
     np.testing.assert_allclose(out, expected, **FLOAT32_REORDERED)
-
-
-def test_cached_decoding_is_the_whole_pass():
-    model, params = make_model(CONFIG)
-    ngrams = page.NGrams(CONFIG.n_embd, V, CONFIG.max_order, CONFIG.most_rows)
-    check_decoding(ngrams, params["ngrams"], jax.random.randint(jax.random.key(1), (2, 10), 0, V))
-    assert can_cache(model, params)
-
-
-def test_a_token_reads_itself_and_those_before_it():
-    np.testing.assert_array_equal(find_reach(*make_model(CONFIG), 6), np.tri(6, dtype=bool))

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.errors import UserError
-from jaxgpt.sample.cache import can_cache
-from tests.helpers import apply, import_pages, make_model
+from tests.helpers import apply, import_pages
 
 (page,) = import_pages("zoo", "qwen3_next")
 
@@ -47,13 +46,6 @@ def test_logits_are_those_of_transformers(theirs):
     logits = apply(config.make_model(), params, jnp.asarray(tokens))
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
-
-
-def test_decoding_is_cached():
-    sizes = dict(
-        vocab_size=9, block_size=4, n_layer=2, attend_every=2, n_embd=16, n_expert=2, expert_dim=8, shared_dim=8
-    )
-    assert can_cache(*make_model(dataclasses.replace(page.experiment.model, **sizes)))
 
 
 @pytest.mark.parametrize(

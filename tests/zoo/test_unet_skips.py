@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from jaxgpt.errors import UserError
-from jaxgpt.sample.cache import can_cache
 from tests.helpers import FLOAT32_REORDERED, TINY, import_pages, make_model
 
 (page,) = import_pages("zoo", "unet_skips")
@@ -36,9 +35,8 @@ def test_what_enters_an_early_block_is_added_to_the_output_of_its_late_counterpa
     np.testing.assert_allclose(out[0, 0, 0], expected, **FLOAT32_REORDERED)
 
 
-def test_weights_start_at_one_decoding_is_cached_and_one_block_for_all_is_refused():
-    model, params = make_model(dataclasses.replace(CONFIG, n_layer=2))
-    assert can_cache(model, params)
+def test_weights_start_at_one_and_one_block_for_all_is_refused():
+    model = dataclasses.replace(CONFIG, n_layer=2).make_model()
     fresh = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     assert fresh["skip"].tolist() == [1.0]
     for refused in (dict(scan_layers=True), dict(n_layer=1)):

@@ -1,4 +1,4 @@
-"""experiments/zoo/value_embeddings.py: which layers have tables, what they add, remat; cached decoding."""
+"""experiments/zoo/value_embeddings.py: which layers have tables, what they add, remat."""
 
 import dataclasses
 
@@ -10,9 +10,7 @@ import pytest
 from jaxgpt.errors import UserError
 from jaxgpt.layers import Attention
 from jaxgpt.optim import label_parameters
-from jaxgpt.sample.cache import can_cache
 from tests.helpers import FLOAT32_REORDERED, TINY, import_pages, make_model
-from tests.zoo.decoding import find_reach
 
 (page,) = import_pages("zoo", "value_embeddings")
 
@@ -61,9 +59,3 @@ def test_each_token_reads_the_row_of_its_own_and_remat_changes_nothing():
     kept = dataclasses.replace(CONFIG, remat="full").make_model()
     again = jax.jit(jax.grad(loss), static_argnums=1)(params, kept)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **FLOAT32_REORDERED), grads, again)
-
-
-def test_cached_decoding_is_the_whole_pass_and_causal():
-    model, params = make_model(dataclasses.replace(CONFIG, n_layer=1))
-    assert can_cache(model, params)
-    np.testing.assert_array_equal(find_reach(model, params, 6), np.tri(6, dtype=bool))
