@@ -3,10 +3,7 @@
 import ast
 import functools
 import graphlib
-import io
-import re
 import sys
-import tokenize
 from pathlib import Path
 
 import pytest
@@ -193,35 +190,6 @@ def test_only_the_command_line_prints():
         "cli.sample",
         "cli.train",
     }  # and runs.log, through rich
-
-
-# Words that leave a sentence without a subject, or that only this project uses in their sense. Slots are the engine's.
-UNCLEAR = re.compile(r"^of\b|^None:|;|\b(that|those) of\b|\b(laws?|ladders?|bands?|rungs?|beside)\b", re.IGNORECASE)
-
-
-def sentences(text, tree):
-    """Yield (line, words) of each comment, and of each paragraph, argument and list item of the docstrings."""
-    last = 0  # line of a comment that the next one goes on with
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            line, is_whole_line = token.start[0], token.line.lstrip().startswith("#")
-            yield line, "... " * (is_whole_line and line == last + 1) + token.string.lstrip("#: ")
-            last = line if is_whole_line else 0
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (said := ast.get_docstring(node)):
-            said = re.sub(r"`[^`]*`|::\n(\n| .*)+|^ *(>>>|\.\.\.) .*$", "CODE", said, flags=re.MULTILINE)
-            for part in re.split(r"\n\s*\n|^ *(?:-|[\w*]+:) ", said, flags=re.MULTILINE):
-                yield node.body[0].lineno, part.strip()
-
-
-def test_docstrings_and_comments_are_whole_sentences_in_plain_words():
-    found = []
-    for path, (name, tree) in zip(sorted(PACKAGE.rglob("*.py")), modules(), strict=True):
-        folder = name.split(".")[0]
-        for line, said in sentences(path.read_text(), tree):
-            if UNCLEAR.search(said) or (folder not in ("sample", "serve") and re.search(r"\bslots?\b", said)):
-                found.append(f"{path.relative_to(PACKAGE)}:{line}: {said}")
-    assert found == [], "\n".join(["say what it is, in whole sentences:", *found])
 
 
 # The most lines of Python of each part, all of it counted. A part that shrinks takes its number down with it.

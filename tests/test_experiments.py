@@ -52,13 +52,6 @@ def step_cost():
     return script("step_cost")
 
 
-def test_powers_are_found(step_cost):
-    exponent, factor, local = step_cost.exponents([1, 2, 4], [3, 12, 48])
-    assert (exponent, factor) == pytest.approx((2, 3)) and local == pytest.approx([2, 2])
-    exponent, _, local = step_cost.exponents([1, 2, 4], [1, 1, 4])  # bends in the middle
-    assert exponent == pytest.approx(1) and local == pytest.approx([0, 2])
-
-
 @pytest.mark.slow
 def test_step_cost_shrunken(step_cost, monkeypatch, tmp_path, capsys):
     for name in ("keep_freed_memory", "return_freed_memory"):  # of the process that all tests share
@@ -109,21 +102,6 @@ def test_a_profile_shares_the_elapsed_time():
     assert shares == pytest.approx({"a": 1 + 1 / 2 + 1 / 3 + 1 + 1, "b": 1 / 2 + 2 / 3, "dot": 1})
     assert sum(shares.values()) == pytest.approx(4 + 1 + 1)
     assert profile.share_time(events, {"dot"}) == pytest.approx(shares | {"dot": 1 + 2})
-
-
-def test_a_profile_counts_what_a_program_computes():
-    """Products are counted wherever they are; a transposition is a copy, and what is not differentiated the optimiser."""
-    profile = script("benchmarks/step_profile")
-
-    def step(x, y):
-        loss, gradient = jax.value_and_grad(lambda x: jnp.sum(jnp.tanh(x @ y)))(x)
-        return loss, x - 0.1 * gradient, jnp.copy(y.T)
-
-    shapes = jax.ShapeDtypeStruct((8, 16), jnp.float32), jax.ShapeDtypeStruct((16, 32), jnp.float32)
-    found = profile.read_operations(jax.jit(step).lower(*shapes).compile().as_text()).values()
-    assert max(each.flops for each in found) == 2 * 8 * 16 * 32
-    assert {profile.PRODUCTS, profile.MOVES, profile.ELEMENTS, profile.OPTIMISER} <= {each.kind for each in found}
-    assert profile.count_bytes("(f32[8,16]{1,0}, bf16[3]{0}, pred[], s8[5])") == 512 + 6 + 1 + 5
 
 
 @pytest.fixture(scope="module")

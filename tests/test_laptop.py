@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import chex
 import jax
 import numpy as np
 import pytest
@@ -43,30 +42,6 @@ def test_the_first_step_of_shampoo_is_orthogonal_with_the_size_of_adams(run):
     (update,) = jax.tree.leaves(optimizer.update(grads, optimizer.init(grads), grads)[0])
     u, _, vt = np.linalg.svd(*jax.tree.leaves(grads), full_matrices=False)
     np.testing.assert_allclose(update, -np.sqrt(15 / 3) * u @ vt, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("name", ["adamw", "shampoo"])
-def test_two_rates_are_one_optimiser_for_matrices_and_adamw_for_the_rest(run, name):
-    """Matrices are updated as by the plain optimiser at the matrices' rate. All gradients are clipped together."""
-    optims = run.optimizers()
-    rng, model = np.random.default_rng(0), GPTConfig(n_layer=1, n_head=1, n_embd=8)
-    grads = {"wte": {"embedding": 9.0}, "h_0": {"mlp": {"c_fc": {"kernel": 3.0}}}}
-    grads = jax.tree.map(lambda x: x * rng.normal(size=(6, 4)).astype(np.float32), grads)
-
-    def update(optim, **fields):
-        optimizer = dataclasses.replace(optim, **fields).make_optimizer(9, model=model)
-        return optimizer.update(grads, optimizer.init(grads), grads)[0]
-
-    found = update(optims[f"{name}, two rates"], muon_learning_rate=3e-3, learning_rate=1e-2)
-    matrix = update(optims[name], learning_rate=3e-3)
-    table = update(optims["adamw"], learning_rate=1e-2, beta2=optims[f"{name}, two rates"].beta2)
-    chex.assert_trees_all_close(found, {"wte": table["wte"], "h_0": matrix["h_0"]}, rtol=1e-5)
-
-
-def test_the_rank_correlation_has_ties(run):
-    assert run.rank(np.array([3.0, 1.0, 3.0, 0.0])).tolist() == [2.5, 1.0, 2.5, 0.0]
-    assert run.spearman(np.array([1, 2, 2, 9]), np.array([10, 20, 20, 30])) == pytest.approx(1.0)
-    assert run.spearman(np.array([1, 2, 3]), np.array([3, 2, 1])) == pytest.approx(-1.0)
 
 
 def test_a_report_orders_what_all_have_and_counts_the_rest(run, tmp_path, monkeypatch):

@@ -26,7 +26,6 @@ NAMES = [
     "9_policy_gradient",
 ]
 LANGUAGES = ["en", "es"]
-HEADINGS = {"en": ("## Try", "## Solutions"), "es": ("## Prueba tú", "## Soluciones")}
 DEADLINE = 240  # seconds of one lesson, which shall take less than half of it on an idle machine of two cores
 TEMPORARY = re.compile(re.escape(tempfile.gettempdir()) + r"/\w+/")  # what `tempfile.mkdtemp()` returns
 ABSOLUTE_PATH = re.compile(r"""(?:^|[\s'"(=:])/\w|\b[A-Z]:\\""", re.MULTILINE)
@@ -82,24 +81,6 @@ def test_it_is_stored_with_its_outputs(language, name):
         for output in cell.outputs:
             assert output.output_type != "error" and output.get("name") != "stderr", (cell.id, output)
             assert not any(ABSOLUTE_PATH.search(text) for text in texts(output)), (cell.id, output)
-
-
-@in_every_language
-@every_lesson
-def test_three_exercises_and_three_solutions(language, name):
-    """The solutions come last: the site folds each one, and JupyterLab folds the section."""
-    cells = read(language, name).cells
-    exercises, solutions = [n for n, c in enumerate(cells) if c.source.startswith(HEADINGS[language])]
-    assert re.findall(r"^(\d)\. ", cells[exercises].source, flags=re.M) == ["1", "2", "3"]
-    assert cells[solutions].metadata == {"jp-MarkdownHeadingCollapsed": True}
-    code, words = cells[solutions + 1 :: 2], cells[solutions + 2 :: 2]
-    assert exercises + 1 == solutions and [c.cell_type for c in code] == ["code"] * 3
-    for number, (cell, text) in enumerate(zip(code, words, strict=True), start=1):
-        assert cell.metadata["tags"] == ["hide-cell"] and cell.outputs, cell.id
-        assert all(prompt.endswith(f" {number}") for prompt in cell.metadata["mystnb"].values()), cell.id
-        assert text.source.startswith(f"<details>\n<summary>{number}. ") and text.source.endswith("\n\n</details>")
-    others = [cell for cell in cells[:solutions] if cell.cell_type == "code"]
-    assert all(cell.metadata == {} for cell in others), "nothing else is folded"
 
 
 @every_lesson

@@ -44,21 +44,6 @@ def test_the_fit_reaches_the_minimum_of_lbfgs(seed, spread):
     assert objective(unknowns(found)) <= least * (1 + 1e-6)
 
 
-@pytest.mark.slow
-def test_intervals_hold_a_larger_run_and_the_exponents():
-    """95% of 40 grids, less what a bootstrap of 16 runs misses."""
-    rng, in_loss, in_alpha = np.random.default_rng(2), [], []
-    for _ in range(40):
-        points = ladder(rng)
-        found = fit_law(points)
-        laws = resample_laws(points, found, count=40)
-        _, low, high = tool.predict(points, found, laws, 1_200_000, 7_000_000)
-        in_loss.append(low <= TRUE.loss(1_200_000, 7_000_000) * np.exp(NOISE * rng.normal()) <= high)
-        low, high = tool.interval([x.alpha for x in laws])
-        in_alpha.append(low <= TRUE.alpha <= high)
-    assert np.mean(in_loss) >= 0.85 and np.mean(in_alpha) >= 0.85
-
-
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory):
     text = tmp_path_factory.mktemp("text") / "text.txt"
@@ -177,20 +162,6 @@ def test_more_minutes_give_a_larger_ladder_that_fits_and_then_more_seeds(experim
         assert len(plan.rungs) == tool.HORIZONS * len({(rung.width, rung.seed) for rung in plan.rungs})
     assert plans[4].test_flops < plans[7].test_flops < plans[20].test_flops
     assert [plan.rungs[-1].seed for plan in plans.values()] == [0, 0, 2]
-
-
-@pytest.mark.slow
-def test_what_does_not_fit_is_refused_in_one_line(experiment, tmp_path):
-    machine = Machine()
-    with pytest.raises(UserError, match=r"--minutes 1: the smallest grid.*give --minutes (\d+)") as refused:
-        scale(experiment, tmp_path / "ladder", machine, minutes=1)
-    needed = int(str(refused.value).split("give --minutes ")[1].split(",")[0])
-    scale(experiment, tmp_path / "ladder", machine, minutes=needed)
-    small = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, batch_size=64))
-    with pytest.raises(
-        UserError, match="the training split has .* tokens, the grid needs .* or a batch of less than 512 tokens"
-    ):
-        scale(small, tmp_path / "small", machine)
 
 
 def test_sizes_have_heads_of_one_size_and_whole_dimensions(experiment):

@@ -2,8 +2,6 @@
 
 import json
 import struct
-import sys
-import types
 
 import numpy as np
 import pytest
@@ -123,45 +121,3 @@ def test_tensorboard_gets_each_value_once_however_often_it_is_called(run):
         at += 12 + size + 4
     scalars = [(e.step, v.tag, v.simple_value) for e in found for v in e.summary.value if v.WhichOneof("value")]
     assert sorted(scalars) == [(step, name, np.float32(value)) for step, name, value in expected(run)]
-
-
-class FakeRun:
-    """A run of W&B, which takes the step as a value; it keeps what it gets."""
-
-    def __init__(self):
-        self.logged, self.is_finished = [], False
-
-    def define_metric(self, name, *, step_metric=None):
-        pass
-
-    def log(self, values):
-        step = values.pop("step")
-        self.logged += [(step, name, value) for name, value in values.items()]
-
-    def finish(self):
-        self.is_finished = True
-
-
-def test_a_second_call_continues_the_run_with_what_is_new(run, monkeypatch):
-    runs = []
-
-    def init(*, project, name, id, resume, config, settings):
-        assert resume == "allow" and settings == {"console": "off", "x_disable_stats": True, "x_disable_meta": True}
-        runs.append((project, id, config, FakeRun()))
-        return runs[-1][-1]
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Settings=dict, Error=RuntimeError))
-    first = track(run, "wandb", project="mine")
-    write(run / "metrics.jsonl", loss(3))
-    assert first + 2 == len(expected(run)) and track(run, "wandb", project="mine") == 2
-    one, two = runs
-    assert one[:3] == two[:3] and one[0] == "mine" and one[2]["model.n_layer"] == 1
-    assert one[1] == json.loads((run / "tracked-wandb.json").read_text())["key"]
-    assert sorted(one[3].logged + two[3].logged) == expected(run) and two[3].is_finished
-
-
-def test_a_missing_package_is_named(run, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(SystemExit) as left:
-        module.main([str(run), "--to", "tensorboard"])
-    assert left.value.code == 2 and "python -m pip install tensorboardX" in capsys.readouterr().err

@@ -20,10 +20,8 @@ from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import load
 from jaxgpt.sample.cache import KVCache
 from jaxgpt.sample.quantize import for_decoding
-from tests.conftest import REPOSITORY
 from tests.helpers import FLOAT32_REORDERED, TINY, import_pages, make_model, run_command, tiny_experiment
 
-FOLDER = REPOSITORY / "experiments" / "transformer_2017"
 beams, encoder_decoder, pairs, train, translate = import_pages(
     "transformer_2017", "beams", "encoder_decoder", "pairs", "train", "translate"
 )
@@ -181,22 +179,6 @@ def test_a_wide_search_finds_the_best_of_all_targets(alpha):
     assert len({tuple(text) for text in found.tokens[0]}) == len(found.tokens[0])  # none twice
 
 
-@pytest.mark.slow
-def test_one_beam_is_greedy_and_the_batch_does_not_matter():
-    model, params = with_opinions(CONFIG, 1)
-    sources = [[3, 1, 4], [1, 5], [9, 2, 6, 5]]
-    found = search(model, params, sources, beams=1, length_penalty=0.0)
-    for source, (written,) in zip(sources, found.tokens, strict=True):
-        target = [START]
-        while len(target) <= CONFIG.block_size:
-            padded = jnp.array([[*target, *[0] * (CONFIG.block_size - len(target))]])  # what comes later is not read
-            target.append(int(logits(model, params, padded, jnp.array([source]))[0, len(target) - 1].argmax()))
-        assert written == list(itertools.takewhile(lambda token: token != END, target[1:]))
-    wide = search(model, params, sources, beams=5, length_penalty=0.0)
-    assert all(w[0] >= n[0] - 1e-5 for w, n in zip(wide.scores, found.scores, strict=True))
-    assert search(model, params, sources[:1], beams=5, length_penalty=0.0).tokens[0] == wide.tokens[0]
-
-
 def test_a_search_waits_for_a_longer_target_that_may_yet_win():
     """Tokens that follow each other by a table. After 0 the end is the likeliest, and 1 the next: then for ever 1."""
     sizes = dict(vocab_size=4, n_layer=1, n_encoder_layer=1, position="none", scale_embeddings=False, block_size=6)
@@ -270,13 +252,6 @@ def test_spanish(n, words):
     assert pairs.spell_number(n) == words
 
 
-def test_the_numbers():
-    found = list(pairs.spanish_numbers())
-    numbers = [int(digits) for _, digits in found[::2]]
-    assert found[1::2] == [(digits, words) for words, digits in found[::2]]
-    assert len(set(numbers)) == len({words for words, _ in found[::2]}) == pairs.COUNT
-
-
 # From the file to the target -------------------------------------------------------------------------------------------
 
 
@@ -316,14 +291,3 @@ def test_a_run_is_opened_extended_and_translates(trained):
     assert fit(longer, run.directory, progress=False, extend=True).step in (4, 8, 10)
     done = run_command("-m", "jaxgpt", "sample", str(run.directory), cwd=run.directory)
     assert done.returncode == 2 and "an encoder-decoder needs source_BS" in done.stderr
-
-
-@pytest.mark.slow
-def test_a_command_trains_it_and_goes_on(trained, tmp_path):
-    """By options of the configuration's own, after the file has been left."""
-    options = "--model.n-layer 1 --model.n-encoder-layer 1 --model.n-head 2 --model.n-embd 8 --train.batch-size 2"
-    more = ["--optim.warmup-steps", "1", "--data.path", trained[0].data.path, "--data.tokenizer", "char"]
-    command = ("-m", "jaxgpt", "train", f"{FOLDER}/train.py:experiment", *options.split(), *more, "--run-dir", "r")
-    for steps in ("2", "3"):
-        done = run_command(*command, "--train.steps", steps, "--extend", cwd=tmp_path)
-        assert done.returncode == 0 and f"step {steps}/{steps}" in done.stderr, done.stderr

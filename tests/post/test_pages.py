@@ -12,14 +12,11 @@ from flax import linen as nn
 
 from jaxgpt.batch import Batch
 from jaxgpt.cli.main import main
-from jaxgpt.config import Experiment, GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
 from jaxgpt.loss import make_loss
-from jaxgpt.runs.checks import check_model
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from tests.helpers import TINY, import_pages, make_model, replace_fields, tiny_experiment
-from tests.post.test_invariance import CONFIG, PACKED, T, lay_out
 
 NAMES = ("distillation", "dpo", "grpo", "logprobs", "preferences")
 distillation, dpo, grpo, logprobs, preferences = import_pages("post", *NAMES)
@@ -107,35 +104,12 @@ def test_validation_of_other_text_has_the_plain_loss(teacher):
         assert run(objective.make_loss(module), params, key=None) == plain
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_a_loss_in_chunks_is_refused(objective):
-    with pytest.raises(UserError, match="parallel.loss_chunk.*all logits"):
-        objective.make_loss(nn.Module(), head_loss=lambda: None)
-
-
 @pytest.mark.parametrize("objective", OBJECTIVES[:2])
 def test_rows_without_what_an_objective_needs_are_refused(objective):
     with pytest.raises(UserError, match="needs Batch.extras with .*logprobs_BT"):
         objective.make_loss(nn.Module())({}, BATCH, KEY)
     with pytest.raises(UserError, match="optim.label_smoothing=0.1: .* leave the option out"):
         objective.make_loss(nn.Module(), label_smoothing=0.1)
-
-
-def test_one_completion_has_no_advantage():
-    with pytest.raises(UserError, match="1 completion per prompt: .* at least 2"):
-        grpo.advantages(np.ones((3, 1)), scale=True)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OwnConfig(GPTConfig):
-    """A user's own model, which knows nothing of what an objective gets from the data."""
-
-
-def test_extras_of_an_objective_are_no_arguments_of_a_users_own_model():
-    model = OwnConfig(**dataclasses.asdict(CONFIG) | {"block_size": T})
-    experiment = Experiment(name="own", model=model, data=preferences.PreferencesConfig(), objective=dpo.DPOConfig())
-    check_model(experiment, lay_out(PACKED, T))
-    assert model.is_foreign
 
 
 # Pairs
@@ -236,10 +210,3 @@ def test_a_reference_that_does_not_fit_is_refused(answering, teacher, tmp_path, 
         fields["reference"] = {"teacher": str(teacher.directory)}.get(fields["reference"], str(tmp_path))
     with pytest.raises(UserError, match=said):
         dataclasses.replace(dpo.experiment.data, **fields).open_dataset(answering.model.config)
-
-
-def test_a_reference_of_another_vocabulary_is_refused(answering):
-    data = dataclasses.replace(dpo.experiment.data, tokenizer=str(answering.directory / "tokenizer.json"))
-    for fields in ({"vocab_size": 99}, {"block_size": 256}):
-        with pytest.raises(UserError, match=r"has \d+ tokens and a context of 128, needs"):
-            data.open_dataset(dataclasses.replace(answering.model.config, **fields))

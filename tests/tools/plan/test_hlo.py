@@ -183,56 +183,6 @@ ENTRY %main (x: f32[6,4]) -> f32[6,4] {{
     assert program.bytes_accessed == pytest.approx(4 * 96, abs=8)
 
 
-def bytes_of(line: str, others: str = "") -> float:
-    return read_program(
-        f"""HloModule jit_f
-
-{others}
-ENTRY %main (w: bf16[8,64,64], u: bf16[1,64,64], i: s32[]) -> bf16[8,64,64] {{
-  %w = bf16[8,64,64]{{2,1,0:T(8,128)(2,1)}} parameter(0)
-  %u = bf16[1,64,64]{{2,1,0:T(8,128)(2,1)S(1)}} parameter(1)
-  %i = s32[]{{:T(128)S(6)}} parameter(2)
-  ROOT {line}
-}}
-"""
-    ).bytes_accessed
-
-
-def test_only_main_memory_counts():
-    big = 8 * 64 * 64 * 2
-    assert bytes_of("%y = bf16[8,64,64]{2,1,0:T(8,128)(2,1)} negate(%w)") == 2 * big
-    assert bytes_of("%y = bf16[8,64,64]{2,1,0:T(8,128)(2,1)S(1)} negate(%w)") == big
-    assert bytes_of("%y = bf16[1,64,64]{2,1,0:T(8,128)(2,1)S(1)} negate(%u)") == 0
-    call = '%y = bf16[8,64,64]{2,1,0:T(8,128)(2,1)} custom-call(%w), custom_call_target="tpu_custom_call"'
-    assert bytes_of(call) == 2 * big
-    states = call + ', backend_config={"custom_call_config":{"cost_estimate":{"flops":"1","bytes_accessed":"999999"}}}'
-    assert bytes_of(states) == 999_999  # what a kernel reads again, as it states
-
-
-def test_slices_and_updates_count_what_they_move():
-    layer = 64 * 64 * 2
-    tiled = "{2,1,0:T(8,128)(2,1)}"
-    assert bytes_of(f"%y = bf16[1,64,64]{tiled} dynamic-slice(%w, %i, %i, %i)") == 2 * layer
-    assert bytes_of(f"%y = bf16[8,64,64]{tiled} dynamic-update-slice(%w, %u, %i, %i, %i)") == layer
-    fused = f"""%fused (p0: bf16[8,64,64], p1: s32[], p2: bf16[1,64,64]) -> bf16[8,64,64] {{
-  %p0 = bf16[8,64,64]{tiled} parameter(0)
-  %p1 = s32[] parameter(1)
-  %p2 = bf16[1,64,64]{tiled} parameter(2)
-  %s = bf16[1,64,64]{tiled} dynamic-slice(%p0, %p1, %p1, %p1)
-  %a = bf16[1,64,64]{tiled} add(%s, %p2)
-  ROOT %d = bf16[8,64,64]{tiled} dynamic-update-slice(%p0, %a, %p1, %p1, %p1)
-}}
-"""
-    line = f"%y = bf16[8,64,64]{tiled} fusion(%w, %i, %u), kind=kLoop, calls=%fused"
-    assert bytes_of(line, fused) == 2 * layer  # one layer read, one written; the update comes from on-chip memory
-    # A GPU starts some of a loop's fusions and goes on; the operands are results as well, and nothing counts twice.
-    operands = f"(bf16[8,64,64]{tiled}, s32[], bf16[1,64,64]{tiled})"
-    started = f"%y = ({operands}, bf16[8,64,64]{tiled}, u32[]) fusion-start(%w, %i, %u), kind=kLoop, calls=%fused"
-    assert bytes_of(started, fused) == 2 * layer
-    scattered = fused.replace("dynamic-update-slice(%p0, %a, %p1, %p1, %p1)", "scatter(%p0, %p1, %p2)")
-    assert bytes_of(line, scattered) == 2 * layer
-
-
 GPU = """HloModule jit_step, is_scheduled=true, entry_computation_layout={()->()}, num_partitions=8
 
 %block (p0: bf16[64,512], p1: bf16[512,256]) -> f32[4,64,256] {
