@@ -36,7 +36,6 @@ NO_RUN = [
 # Texts that will not do, for --data.path and for evaluate's --data.
 NO_TEXT = [
     ("nowhere.txt", "no file or folder at nowhere.txt"),
-    ("empty", "empty has no .txt files"),
     ("a\nb\nc\nd.txt", r"no file or folder at a\nb\nc\nd.txt"),
     ("pipe", "pipe is a pipe: give a regular file"),
     ("/dev/zero", "/dev/zero is a device"),
@@ -78,10 +77,8 @@ TEMPLATES = [
 ]
 
 TOKENIZERS = [
-    ("nowhere.json", "no tokenizer at nowhere.json"),
     ("tokenizer_half.json", "is not a tokenizer.json"),
     ("tokenizer_deep.json", "nested too deeply"),
-    ("tokenizer_kind.json", "kind of tokenizer 'runes' unknown"),
     ("tokenizer_huge.json", "kind of tokenizer 'ids' unknown or damaged"),
     ("tokenizer_model.json", "not a tokenizer.json of Hugging Face's"),
     ("tokenizer_few.json", "not in this tokenizer's 8 characters"),
@@ -91,16 +88,12 @@ TOKENIZERS = [
 EXPERIMENT_FILES = [
     ("syntax.py", "syntax.py:1: '(' was never closed"),
     ("raises.py", "raises.py:2: RuntimeError: no luck"),
-    ("exits.py", "exits.py:2: SystemExit: 0"),
-    ("none.py", "none.py has no `experiment = Experiment(...)`"),
     ("missing.py", "missing.py:1: ModuleNotFoundError: No module named 'no_such_module'"),
     ("value.py", "value.py:2: n_layer=0: needs at least 1"),
     ("field.py", "field.py:2: TypeError"),
     ("other.py:his", "has no `his = Experiment(...)`; it has mine"),
     ("folder.py", "folder.py is a directory"),
-    ("nowhere.py", "there is no such file"),
     ("quikstart", "did you mean quickstart?"),
-    ("depth:0", "depth 0: needs 1 to 16384 blocks"),
     ("t.txt", "it is neither a built-in name nor a .py file"),
 ]
 
@@ -121,18 +114,12 @@ STARTS = [
     (["--train.init-from", "broken/no_checkpoint"], "has no checkpoint yet"),
     (["--train.init-from", "broken/damaged_checkpoints"], "is damaged, and no other is good"),
     ([*FROM, "--data.path", "unknown.txt"], "'字' (U+5B57), '漢' (U+6F22)"),
-    ([*FROM, "--lora.rank", "8"], "lora.rank=8: needs less than 8, the full rank of h_0/attn/q"),
     ([*FROM, "--lora.rank", "2", "--lora.targets"], "lora.targets is empty"),
-    (
-        [*FROM, "--lora.rank", "2", "--lora.targets", "q", "w"],
-        "lora.targets has w: give some of c_fc, c_gate, c_proj, k, q, v",
-    ),
     ([*FROM, "--run-dir", "runs/tiny"], "another configuration: train.init_from None -> runs/tiny"),
 ]
 
 VERBS = [
     ("trian", "unknown command 'trian' (did you mean train?)"),
-    ("train\nsample", r"unknown command 'train\nsample'"),
     ("\udcff", "unknown command"),
 ]
 
@@ -142,8 +129,6 @@ OPTIONS = [
     (["train", "--model.n-layr", "3"], "--model.n-layr, 3 Did you mean --model.n-layer?"),
     (["serve", "a", "b"], "give one at a time: got b as well"),
     (["train", "--model.n-layer"], "Missing value for argument '--model.n-layer'"),
-    (["train", "--lr", "1"], "Did you mean --optim.learning-rate?"),
-    (["train", "--batch_size=4"], "Did you mean --train.batch-size?"),
     (["train", "--epochs", "3"], "Did you mean --train.steps?"),
     (["train", "--device", "cpu"], "Did you mean JAX_PLATFORMS=cpu?"),
     (["sample", "--lr", "1"], "Unrecognized options: --lr, 1. See jaxgpt sample --help"),
@@ -157,82 +142,41 @@ OPTIONS = [
         ["sample", "runs/tiny", "--chat"],
         "--chat has no prompt: give --prompt TEXT, or write the user's turn to standard",
     ),
-    (["sample", "--weights", "int4"], "int4"),
     (["evaluate", "runs/tiny", "--data", "unknown.txt"], "'字' (U+5B57), '漢' (U+6F22)"),
-    (["evaluate", "runs/tiny", "--stride", "9"], "stride=9: needs at least 1 and at most block_size=8"),
-    (["train", "--optim.label-smoothing", "1"], "label_smoothing=1.0"),
     (["sample", "runs/tiny", "--prompt", "a", "--average", "9"], "average=9: runs/tiny has 1 checkpoints"),
     (["report", "nowhere"], "nowhere is not a run directory"),
     (["report", "runs/tiny", "--out", "nowhere"], "there is no directory nowhere for report.html"),
-    (["report", "runs/tiny", "--tokens", "-1"], "--tokens=-1: needs at least 1"),
     (["runs", "nowhere"], "no directory nowhere: name one that holds runs"),
-    (["runs", "--sort", "los"], "los"),
-    (["study"], "a Python file with"),
     (["study", "nowhere.py"], "no study 'nowhere.py': give a .py file"),
-    (["study", "other.py"], "other.py has no `variants = {"),
     (["study", "variants_data.py", "--seeds", "0"], "--seeds=0: needs at least 1"),
-    (["sweep"], "a sweep needs a field: --over optim.learning-rate=1e-4..1e-1"),
-    (
-        ["sweep", *OVER, "--optim.name", "adamw", "--optim.weight-decay", "20"],
-        "trial 19, optim.learning_rate=0.05957: weight_decay=20.0 times",
-    ),
     (["sweep", *OVER, "--run-dir", "runs/tiny"], "runs/tiny exists and is not a sweep (no sweep.json)"),
-    (["xray", "runs/tiny", "--prompt", "a lance-rack"], "the prompt has 12 tokens, and the context of runs/tiny is 8"),
     (["xray", "runs/tiny", "--prompt", "añejo"], "'ñ' (U+00F1)"),
-    (
-        ["xray", "runs/tiny", "--prompt", "a", "--out", "t.txt"],
-        "t.txt exists: name another with --out, or overwrite it",
-    ),
     (["xray", "runs/tiny", "--prompt", "a", "--out", "empty", "--force"], "empty is a directory: give a regular file"),
-    (["xray", "runs/tiny", "--prompt", "a", "--out", "nowhere/x.html"], "there is no directory nowhere for x.html"),
-    (["page", "runs/tiny", "--out", "t.txt"], "t.txt exists: name another with --out, or overwrite it"),
     (["replay", "runs/tiny", "--step", "0"], "--step 0: needs one of the steps of runs/tiny, 1 to"),
-    (["audit", "runs/tiny", "--steps", "0"], "--steps=0: needs at least 1"),
     (["import", "models/good", "--run-dir", "runs/tiny"], "runs/tiny exists and is not empty"),
     (["import", "no such\nmodel", "--run-dir", "new"], r"no directory at no such\nmodel"),
-    (["import", "nowhere.gguf", "--run-dir", "new"], "cannot read nowhere.gguf"),
     (["import", "m.gguf", "--run-dir", "new"], "m.gguf is not a GGUF file"),
     (["export", "runs/tiny", "--to", "gguf", "--out", "t.txt"], "t.txt exists: name another file with --out"),
-    (["export", "runs/tiny", "--to", "gguf", "--out", "new", "--dtype", "q4_0"], "dtype='q4_0': needs one of float32"),
     (["export", "runs/tiny", "--to", "peft", "--out", "new"], "runs/tiny has no adapters (--lora.rank)"),
     (["export", "runs/tiny", "--to", "hf", "--out", "with a file"], "with a file exists and is not empty"),
     (["plan", "--topologie", "v5e:4x4"], "--topology"),
-    (["plan", "--topology", "v9:1x1"], "topology 'v9:1x1': needs v4, v5e, v5p or v6e"),
-    (
-        ["plan", "--topology", "h300:8"],
-        "or h100, h200, a100-80, b200, rtx6000pro, rtx4090 and a number of GPUs, such as 8xh100 or h200:8",
-    ),
-    (["plan", "--topology", "v5e:3x3"], "v5e has no slice 3x3"),
 ]
 
 # Values that a field refuses, by its option.
 NUMBERS = {
     "model.n-layer": ["0", "2147483648", "1e400", "0.5", "", "３.５", "1,000", "three", "1" * 5000, "None"],
     "model.n-embd": ["-4", "9", str(2**24)],
-    "model.n-head": ["3"],
     "model.block-size": ["5000", str(2**31)],
-    "model.dropout": ["1", "nan"],
-    "model.norm-eps": ["0"],
-    "model.norm": ["batchnorm"],
-    "model.global-every": ["2"],
     "model.position": ["ＲＯＰＥ"],
     "data.val-fraction": ["1", "1e-9"],
-    "data.bpe-vocab-size": ["256"],
     "optim.learning-rate": ["0", "inf", "1e-400", "1" + "0" * 400],
-    "optim.warmup-steps": ["-1"],
     "optim.max-skipped": [str(2**40)],
     "train.steps": ["0", str(2**31), "1" + "0" * 30],
     "train.profile": ["20", "0:3", "7:3", "x", "1:2:3"],
-    "train.batch-size": [str(2**31)],
     "train.seed": ["-1", str(2**32)],
-    "train.dtype": ["float8"],
     "train.attention": ["cudnn", "flash"],
     "lora.rank": ["0", "3"],  # of which weights?
-    "parallel.fsdp": ["-2"],
-    "parallel.tensor": ["3"],
     "parallel.slices": ["2"],  # which need a mesh
-    "parallel.micro-batch-size": ["0"],
-    "parallel.loss-chunk": ["3"],
     "parallel.processes": ["2"],
     "parallel.coordinator": ["nowhere"],
     "parallel.connect-timeout": [str(2**40)],
@@ -241,14 +185,8 @@ NUMBERS = {
 
 SAMPLING = [
     (["--max-new-tokens", "0"], "--max-new-tokens=0: needs at least 1"),
-    (["--max-new-tokens", "2147483648"], "--max-new-tokens=2147483648: needs at most"),
-    (["--num-samples", "0"], "--num-samples=0: needs at least 1"),
     (["--temperature", "-1"], "temperature=-1.0"),
-    (["--top-k", "0"], "top_k=0"),
-    (["--top-p", "-0.5"], "top_p=-0.5"),
-    (["--repetition-penalty", "0"], "repetition_penalty=0.0"),
     (["--stop="], "a stop string is empty"),
-    (["--seed", "-1"], "seed=-1: needs at least 0"),
     (["--draft", "nowhere"], "Did you mean python experiments/speculative.py RUN DRAFT?"),
 ]
 
@@ -265,11 +203,9 @@ ENVIRONMENT = [
     (["train"], {"JAXGPT_CACHE": "t.txt"}, "cannot write into the cache t.txt/corpora"),
     (TRAIN, {"OMPI_MCA_orte_hnp_uri": "x", "OMPI_COMM_WORLD_SIZE": "abc"}, "OMPI_COMM_WORLD_SIZE='abc'"),
     (TRAIN, {"OMPI_MCA_orte_hnp_uri": "x", "OMPI_COMM_WORLD_SIZE": "2"}, "the processes could not meet"),
-    (TRAIN, {"SLURM_STEP_NODELIST": "x", "SLURM_NTASKS": "-3"}, "SLURM_NTASKS='-3'"),
     (TRAIN, {"SLURM_STEP_NODELIST": "x", "SLURM_NTASKS": "2"}, "the processes could not meet"),
     # Where the surroundings are odd, a mistake is told as ever.
     (["train", "--model.n-layr", "3"], {"COLUMNS": "20"}, "--model.n-layer"),
-    (["train", "--model.n-layr", "3"], {"FORCE_COLOR": "1", "TERM": "xterm-256color"}, "--model.n-layer"),
     (MISSING, {"LANG": "C", "LC_ALL": "C"}, "nowhere.txt"),
 ]
 

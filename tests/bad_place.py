@@ -75,7 +75,6 @@ def _tokenizers(place: Path) -> None:
     for name, text in {
         "half": '{"jaxgpt": "char", "charac',
         "deep": DEEP,
-        "kind": '{"jaxgpt": "runes"}',
         "huge": json.dumps({"jaxgpt": "ids", "vocab_size": HUGE}),
         "model": '{"model": {}}',
         "few": '{"jaxgpt": "char", "characters": "abcdefgh"}',
@@ -117,8 +116,6 @@ def _experiments(place: Path) -> None:
     for name, source in {
         "syntax": "experiment = (\n",
         "raises": "x = 1\nraise RuntimeError('no luck')\n",
-        "exits": "import sys\nsys.exit(0)\n",
-        "none": "x = 1\n",
         "missing": "import no_such_module\n",
         "value": "from jaxgpt import *\nexperiment = Experiment(name='x', model=GPTConfig(n_layer=0))\n",
         "field": "from jaxgpt import *\nexperiment = Experiment(name='x', layers=3)\n",

@@ -102,6 +102,15 @@ def text_file(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def tiny_run(text_file, tmp_path_factory):
+    """A run of `tiny_experiment`, trained once in each process. Tests only read it: who changes it copies its directory."""
+    from jaxgpt.fitting import fit
+    from tests.helpers import tiny_experiment
+
+    return fit(tiny_experiment(text_file), tmp_path_factory.mktemp("tiny") / "run", progress=False)
+
+
+@pytest.fixture(scope="session")
 def real_text():
     """The folder of real text that JAXGPT_TEST_DATA names."""
     directory = os.environ.get("JAXGPT_TEST_DATA")

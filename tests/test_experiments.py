@@ -15,7 +15,7 @@ from jaxgpt.fitting import fit
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.tools.study import check_comparable
 from tests.conftest import REPOSITORY
-from tests.helpers import run_command, script, tiny_experiment
+from tests.helpers import run_command, script
 
 # What lies beside the pages and is none: programs that measure, and may use any module.
 TOOLS = {
@@ -104,19 +104,11 @@ def test_a_profile_shares_the_elapsed_time():
     assert profile.share_time(events, {"dot"}) == pytest.approx(shares | {"dot": 1 + 2})
 
 
-@pytest.fixture(scope="module")
-def pretrained(text_file, tmp_path_factory):
-    """In place of the weights that an experiment starts from."""
-    return str(
-        fit(tiny_experiment(text_file, steps=2), tmp_path_factory.mktemp("pretrained"), progress=False).directory
-    )
-
-
 @pytest.mark.slow
 @every_experiment
 def test_two_shrunken_steps(name, text_file, tmp_path, request):
     e = load_experiment(name)
-    init_from = e.train.init_from and request.getfixturevalue("pretrained")
+    init_from = e.train.init_from and str(request.getfixturevalue("tiny_run").directory)
     n_head = 2 if e.model.n_kv_head is None else 2 * e.model.n_head // e.model.n_kv_head
     small = {"n_layer": 1, "n_head": n_head, "n_embd": 8 * n_head}
     model = dataclasses.replace(e.model, vocab_size=None, block_size=8, **small)

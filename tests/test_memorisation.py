@@ -1,13 +1,15 @@
 """What a run writes word for word from its text, and the index that finds it."""
 
+import dataclasses
+import shutil
+
 import numpy as np
 import pytest
 
-from jaxgpt.fitting import fit
-from tests.helpers import script, tiny_experiment
+from tests.conftest import TEXT
+from tests.helpers import edit_record, replace_fields, script
 
 pytest.importorskip("pydivsufsort")
-TEXT = "In a village of La Mancha there lived not long since a gentleman.\n" * 30
 
 
 @pytest.fixture(scope="module")
@@ -15,10 +17,10 @@ def memorisation():
     return script("memorisation")
 
 
-def test_memorisation_is_of_what_it_writes(memorisation, tmp_path, capsys):
-    (tmp_path / "text.txt").write_text(TEXT)
-    e = tiny_experiment(tmp_path / "text.txt", steps=2, sample_prompt="In a ")
-    run = fit(e, tmp_path / "run", progress=False)
+def test_memorisation_is_of_what_it_writes(memorisation, tiny_run, tmp_path, capsys):
+    run = dataclasses.replace(
+        tiny_run, experiment=replace_fields(tiny_run.experiment, train={"sample_prompt": "In a "})
+    )
     found = memorisation.measure(run, samples=2, tokens=30)
     train = TEXT[: int(len(TEXT) * 0.9)]
     texts = [run.sample("In a ", max_new_tokens=30, seed=seed) for seed in range(2)]
@@ -32,10 +34,11 @@ def test_memorisation_is_of_what_it_writes(memorisation, tmp_path, capsys):
     assert len(found["held out"]["overlaps"][0]["text"]) == 30
     memorisation.main([str(run.directory), "--samples", "1", "--tokens", "8"])
     assert "| n | generated | held out |" in capsys.readouterr().out
-    (tmp_path / "text.txt").unlink()
+    copy = shutil.copytree(run.directory, tmp_path / "run")
     (tmp_path / "text.txt").write_text("another")
+    edit_record(copy, lambda record: record["experiment"]["data"].update(path=str(tmp_path / "text.txt")))
     with pytest.raises(SystemExit, match="2"):
-        memorisation.main([str(run.directory)])
+        memorisation.main([str(copy)])
 
 
 # What is word for word from a corpus: against every stretch tried by hand.

@@ -16,7 +16,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
 from jaxgpt.loss import make_loss
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
-from tests.helpers import TINY, import_pages, make_model, replace_fields, tiny_experiment
+from tests.helpers import TINY, import_pages, make_model, replace_fields
 
 NAMES = ("distillation", "dpo", "grpo", "logprobs", "preferences")
 distillation, dpo, grpo, logprobs, preferences = import_pages("post", *NAMES)
@@ -43,10 +43,9 @@ def log_softmax(model, params, temperature=1.0):
 # Distillation
 
 
-@pytest.fixture(scope="module")
-def teacher(text_file, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("teacher") / "run"
-    return fit(tiny_experiment(text_file, steps=2, sample_tokens=0), directory, progress=False, setup=False)
+@pytest.fixture
+def teacher(tiny_run):
+    return tiny_run
 
 
 def test_distillation_mixes_cross_entropy_and_divergence(teacher):
