@@ -202,17 +202,6 @@ def test_links_within_the_repository_resolve():
             assert "://" in link or (page.parent / link).exists() or link.startswith("lessons/"), (page.name, link)
 
 
-def test_each_image_is_described_and_small():
-    """A screen reader has words for each image."""
-    for page in WRITTEN:
-        text, most = page.read_text(encoding="utf-8"), 60_000 if page.parent.name == "findings" else 2**17
-        images = re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", text)
-        images += [(words, file) for file, words in re.findall(r'<img src="([^"]*)" alt="([^"]*)"', text)]
-        assert len(images) == len(re.findall(r"!\[|<img ", text)), page.name
-        for words, file in images:
-            assert len(words.split()) > 3 and (page.parent / file).stat().st_size < most, (page.name, file)
-
-
 def test_the_messages_of_troubleshooting_are_those_of_the_code():
     """Without the strings of the source, only capitals are left of a quoted message: they stand for values."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (REPOSITORY / "jaxgpt").rglob("*.py")]

@@ -47,27 +47,6 @@ def test_full_size_by_shape(name):
     assert count_parameters(variables["params"]) > 100_000
 
 
-@pytest.fixture(scope="module")
-def step_cost():
-    return script("step_cost")
-
-
-@pytest.mark.slow
-def test_step_cost_shrunken(step_cost, monkeypatch, tmp_path, capsys):
-    for name in ("keep_freed_memory", "return_freed_memory"):  # of the process that all tests share
-        monkeypatch.setattr(step_cost, name, lambda: None)
-    found = step_cost.main(["--quick", "--rounds", "1", "--out", str(tmp_path)])
-    for name, (small, large) in found.items():
-        assert getattr(large, name) == 2 * getattr(small, name)
-        assert 1.9 <= large.flops / small.flops <= 4 or name == "depth"  # whose output matrix does not grow
-        assert small.memory < large.memory and 0 < small.least <= small.seconds <= small.most
-    assert found["depth"][0] is found["batch"][0]  # measured once
-    table = capsys.readouterr().out.splitlines()
-    assert len(table) == 2 + 4 * 3 and len({line.count("|") for line in table}) == 1
-    assert (tmp_path / "step-cost.png").read_bytes().startswith(b"\x89PNG")
-    assert len(json.loads((tmp_path / "step-cost.json").read_text())["width"]) == 2
-
-
 SMALL = json.dumps({"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "batch_size": 2})
 # What each benchmark is given here, and a part of what it prints. TEXT stands for a file.
 BENCHMARKS = {

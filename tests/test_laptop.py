@@ -1,7 +1,6 @@
 """experiments/laptop/: what the study computes from its results, and that it runs nothing twice."""
 
 import dataclasses
-import json
 
 import jax
 import numpy as np
@@ -21,10 +20,6 @@ def run(monkeypatch, tmp_path):
     return module
 
 
-def write(run, name, content):
-    (run.RESULTS / f"{name}.json").write_text(json.dumps(content))
-
-
 def test_steps_to_a_loss_are_those_of_a_straight_line(run):
     """Over the logarithm of the steps, with a bend at the length in the middle, and beyond the outer ones."""
     loss = lambda steps: 2.0 - (0.3 if steps < 100 else 0.2) * np.log(steps / 100)  # noqa: E731
@@ -42,35 +37,6 @@ def test_the_first_step_of_shampoo_is_orthogonal_with_the_size_of_adams(run):
     (update,) = jax.tree.leaves(optimizer.update(grads, optimizer.init(grads), grads)[0])
     u, _, vt = np.linalg.svd(*jax.tree.leaves(grads), full_matrices=False)
     np.testing.assert_allclose(update, -np.sqrt(15 / 3) * u @ vt, rtol=1e-3, atol=1e-3)
-
-
-def test_a_report_orders_what_all_have_and_counts_the_rest(run, tmp_path, monkeypatch):
-    """Each optimiser's losses grow by its place; the last seed is not complete."""
-    losses = {
-        name: {str(n): {str(s): [2.0 + 0.01 * (i + s) - n / 400, 1.0] for s in range(4)} for n in (50, 100, 200, 800)}
-        for i, name in enumerate((*run.OVER, *run.NEARER))
-    }
-    del losses["lion"]["200"]["3"]
-    write(run, "optimizers", {"88": losses, "352": losses})
-    runs = [2.0, 2.1, 1.9] + [1.5, 1.51, 1.52] + [1.6, 2.1, 1.9] * (run.NULL_EDITS - 1)
-    write(run, "null", {"baseline": {str(i): [loss, 1.0] for i, loss in enumerate(runs)}})
-    keys = [run.key_of(name, steps=steps) for steps in (200, 800) for name in ("baseline", *run.IDEAS)]
-    found = {key: {str(s): [2.0 + 0.1 * s, 1.0] for s in range(3)} for key in keys}
-    found["DyT"] = found["GELU, 800 steps"] = {str(s): [2.3 + 0.1001 * s, 1.0] for s in range(3)}
-    write(run, "ideas", found)
-    monkeypatch.setattr(run, "LONGER_SEEDS", 4)
-    text = run.report()
-    assert "width 88, 12 optimisers, 3 seeds" in text and "width 176, 12 optimisers: fewer than two seeds" in text
-    rows = [row.split(" |")[0][2:] for row in text.splitlines() if "(0.0100)" in row]
-    assert rows[:12] + rows[24:] == [*run.OVER, *run.OVER, *run.NEARER] and "800 steps, 4 seeds" in text
-    assert "| lion / adamw | 1.03 (1.03 to 1.03) | 1.03 (" in text and "widths 88 and 352: 0.81 (" in text
-    assert "| adamw |  | 1.7700 (0.0100) | 1.5200 (0.0100) | 200 (200 to 200) |" in text
-    assert "| DyT | +0.3001" in text and "| GELU | +0.3001" in text and "lower than the best so far: 1 of 200" in text
-    assert "lower than one run: 200 of 200, with 21 baselines 10.5 (1 to 200)" in text
-    draw = script("laptop/draw")
-    monkeypatch.setattr(draw, "IMAGES", tmp_path)
-    draw.main()
-    assert sorted(path.stem[7:] for path in tmp_path.glob("*.svg")) == ["ideas", "lengths", "null", "optimizers"]
 
 
 def test_what_has_run_is_not_run_again_and_what_diverged_has_no_loss(run, tmp_path, monkeypatch):

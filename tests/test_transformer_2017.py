@@ -238,20 +238,6 @@ def test_each_pair_once_an_epoch_and_whole(path):
         list(pairs.read_pairs(path))
 
 
-@pytest.mark.parametrize(
-    "n, words",
-    [
-        (16, "dieciséis"),
-        (21, "veintiuno"),
-        (21_000, "veintiún mil"),
-        (31_022, "treinta y un mil veintidós"),
-        (121_500_900, "ciento veintiún millones quinientos mil novecientos"),
-    ],
-)
-def test_spanish(n, words):
-    assert pairs.spell_number(n) == words
-
-
 # From the file to the target -------------------------------------------------------------------------------------------
 
 

@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 
 from jaxgpt.batch import Batch
-from jaxgpt.cli.main import main
 from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
 from jaxgpt.loss import make_loss
@@ -85,14 +83,6 @@ def test_a_teacher_that_does_not_fit_is_refused(teacher, fields, more, said):
         distillation.DistillationConfig(teacher=str(teacher.directory), **more).make_loss(module)
 
 
-def test_without_a_teacher_one_line_says_so(text_file, tmp_path, capfd):
-    options = {"--objective.teacher": tmp_path / "none", "--data.path": text_file, "--run-dir": tmp_path / "run"}
-    with pytest.raises(SystemExit) as end:
-        main(["train", distillation.__file__, *(str(x) for pair in options.items() for x in pair)])
-    err = capfd.readouterr().err.strip()
-    assert end.value.code == 2 and "\n" not in err and "objective.teacher: " in err and not (tmp_path / "run").exists()
-
-
 # What all have in common
 
 
@@ -101,14 +91,6 @@ def test_validation_of_other_text_has_the_plain_loss(teacher):
     plain = run(make_loss(module), params, key=None)
     for objective in (*OBJECTIVES[:2], distillation.DistillationConfig(teacher=str(teacher.directory))):
         assert run(objective.make_loss(module), params, key=None) == plain
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES[:2])
-def test_rows_without_what_an_objective_needs_are_refused(objective):
-    with pytest.raises(UserError, match="needs Batch.extras with .*logprobs_BT"):
-        objective.make_loss(nn.Module())({}, BATCH, KEY)
-    with pytest.raises(UserError, match="optim.label_smoothing=0.1: .* leave the option out"):
-        objective.make_loss(nn.Module(), label_smoothing=0.1)
 
 
 # Pairs
@@ -193,19 +175,3 @@ def test_a_line_that_is_no_pair_is_named(answering, tmp_path, second, said):
         return
     with pytest.raises(UserError, match=said):
         data.open_dataset(answering.model.config)
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"reference": "teacher"}, "data.reference: .* has another tokenizer"),
-        ({"reference": "none"}, "data.reference: "),
-        ({"tokenizer": "char"}, "name it with --train.init-from"),
-    ],
-)
-def test_a_reference_that_does_not_fit_is_refused(answering, teacher, tmp_path, fields, said):
-    fields = {"tokenizer": str(answering.directory / "tokenizer.json")} | fields
-    if "reference" in fields:
-        fields["reference"] = {"teacher": str(teacher.directory)}.get(fields["reference"], str(tmp_path))
-    with pytest.raises(UserError, match=said):
-        dataclasses.replace(dpo.experiment.data, **fields).open_dataset(answering.model.config)

@@ -153,14 +153,6 @@ def test_a_task_keeps_its_defaults_among_the_bases():
         type("Wrong", (rollouts.RolloutConfig, Talk), {})
 
 
-def test_a_line_in_the_right_form_is_worth_more_than_its_words():
-    task = tasks.FormatConfig()
-    assert task.answer("upper|cab,de>") == "CAB;DE" and task.answer("back|abc,de>") == "cba-ed"
-    rewards = [task.reward("upper|cab,de>", text) for text in ("CAB;DE", "CAB;ED", "CAB DE", "")]
-    assert rewards == [1.0, 0.25, 0.0, 0.0]
-    assert {task.draw_prompt(n, 0, 0).partition("|")[0] for n in range(30)} == set(tasks.FORMS)
-
-
 def test_a_task_of_reasoning_gym_scores_its_own_answers():
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
     task = tasks.GymConfig(task="chain_sum")
@@ -350,21 +342,6 @@ def test_distillation_learns_from_the_students_own_completions(experiment, train
 
 
 @pytest.mark.slow
-def test_rows_may_be_shorter_than_the_context(experiment, tmp_path):
-    """A model keeps its context, and a step computes no more than its rows need: to the bit what a shorter one does."""
-    steps = []
-    for name, e in (
-        ("short", experiment),
-        ("long", replace_fields(experiment, model={"block_size": 24}, data={"row": 12})),
-    ):
-        training = open_training(e, tmp_path / name, None)
-        assert training.trainer.abstract_batch.inputs_BT.shape == (8, 12)
-        steps.append([m for _, _, m in training.take_steps(training.restore_or_init(0), 0, 3)])
-    for name in ("loss", "grad_norm", "reward", "length", "entropy"):
-        assert [float(m[name]) for m in steps[0]] == [float(m[name]) for m in steps[1]], name
-
-
-@pytest.mark.slow
 def test_adapters_and_a_reference_take_part(experiment, trained, tmp_path):
     parts = {
         "train": {"init_from": str(trained), "steps": 3},
@@ -408,11 +385,3 @@ assert jax.device_count() == 2 and found[0] == found[1] == found[2], found
 def test_two_devices_draw_the_completions_of_one(lab):
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     check_command("-c", DEVICES, cwd=lab, XLA_FLAGS=flags)
-
-
-def test_a_reward_that_pays_for_length_prefers_a_longer_answer():
-    (page,) = import_pages("post", "length_hacking")
-    reward = page.experiment.data.reward
-    assert reward("27+85=", "112000") > reward("27+85=", "112") > reward("27+85=", "111111")
-    assert page.exact.data.reward("27+85=", "112000") == 0.0
-    assert page.held.objective.kl and page.held.data.reference == page.experiment.train.init_from

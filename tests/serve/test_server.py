@@ -226,30 +226,3 @@ def test_the_command_names_the_extra_it_needs(monkeypatch, capsys, byte_run):
     with pytest.raises(SystemExit) as stopped:
         main(["serve", str(byte_run.directory)])
     assert stopped.value.code == 2 and "needs uvicorn: python -m pip install 'jaxgpt[serve]'" in capsys.readouterr().err
-
-
-def test_what_open_webui_sends_is_answered(faked):
-    """The bodies of its routers/openai.py and tasks.py, from a container: no Origin, a host by name, headers of its own."""
-    key = "0123456789abcdef"
-    client = faked(key=key, hosts=["host.docker.internal"])
-    user = {f"X-OpenWebUI-User-{name}": "a" for name in ("Name", "Id", "Email", "Role")} | {"X-OpenWebUI-Chat-Id": "7"}
-    client.headers.update({"Host": "host.docker.internal:8000", "Authorization": f"Bearer {key}", **user})
-    (model,) = client.get("/v1/models").json()["data"]
-    asked = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "a"}]}]
-    # What a user may set for a model, or for a chat.
-    chosen = {"temperature": 0.8, "top_p": 0.9, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
-    chosen |= {"seed": 0, "stop": ["\n\n"], "logit_bias": {"10": -100}, "reasoning_effort": "low", "max_tokens": 5}
-    body = {"stream": True, "model": model["id"], "messages": asked, "stream_options": {"include_usage": True}}
-    for sent in (body, body | chosen):
-        response = client.post("/v1/chat/completions", json=sent)
-        assert response.status_code == 200 and "text/event-stream" in response.headers["content-type"], response.text
-        *events, last = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
-        chunks = [json.loads(event) for event in events]
-        assert last == "[DONE]" and chunks[-1]["usage"]["completion_tokens"] > 0 and not chunks[-1]["choices"]
-        assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks[:-1])
-    # A title: to OpenAI by max_completion_tokens, to others by max_tokens, which is more than the context holds.
-    title = {"model": model["id"], "messages": [{"role": "user", "content": "Title?"}], "stream": False}
-    metadata = {"metadata": {"task": "title_generation", "task_body": {"messages": asked}, "chat_id": None}}
-    for more in ({"max_tokens": 1000}, {"max_completion_tokens": 1000, **metadata}, {"user": {"name": "a", "id": "7"}}):
-        response = client.post("/v1/chat/completions", json=title | more)
-        assert response.status_code == 200 and response.json()["choices"][0]["message"]["content"], response.text

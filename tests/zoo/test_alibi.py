@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.errors import UserError
 from jaxgpt.layers.block import Compute
 from tests.helpers import FLOAT32_REORDERED, TINY, import_pages
 
@@ -55,8 +54,3 @@ def test_weights_are_those_of_the_output():
     out_BTNH, weights_BTNS, v_BSKH = module.apply({"params": params}, method=both)
     expected = jnp.einsum("BTNS,BSNH->BTNH", weights_BTNS, jnp.repeat(v_BSKH, 2, axis=2))
     np.testing.assert_allclose(out_BTNH, expected, **FLOAT32_REORDERED)
-
-
-def test_positions_are_refused():
-    with pytest.raises(UserError, match="position=rope"):
-        dataclasses.replace(CONFIG, position="rope")

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.errors import UserError
 from jaxgpt.layers.block import Compute
 from tests.helpers import TINY, import_pages
 
@@ -79,11 +78,3 @@ def test_output_is_that_of_transformers():
         mask = torch.full((6, 6), float("-inf")).triu(1)[None, None]
         expected = attention(x, turns, attention_mask=mask)[0].numpy()
     np.testing.assert_allclose(module.apply({"params": params}, x_BTD), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_what_it_has_not_is_refused():
-    for field in ({"n_head": 3}, {"n_kv_head": 2}, {"qk_norm_over": "heads"}):
-        with pytest.raises(UserError, match="differential attention needs an even n_head"):
-            dataclasses.replace(CONFIG, **field)
-    with pytest.raises(UserError, match="scan_layers"):
-        dataclasses.replace(CONFIG, scan_layers=True)

@@ -1,6 +1,5 @@
 """Weights of families that jaxgpt does not know, by the pages of experiments/zoo: the logits equal transformers'."""
 
-import dataclasses
 import importlib
 import json
 
@@ -123,14 +122,3 @@ def test_what_does_not_fit_is_named(tmp_path):
     assert "tensors without a rule: model.layers.0-1.self_attn.k_norm.weight" in said
     assert "parameters without a tensor: h_0/attn/k_norm/scale" in said
     assert "h_0/mlp/c_proj [5, 16, 12], needs [5, 12, 16]" in said
-
-
-def test_what_deepseek_has_not_is_refused():
-    with pytest.raises(UserError, match="n_expert=8, n_group=3"):
-        dataclasses.replace(deepseek.model, n_group=3)
-    with pytest.raises(UserError, match="top_k=2: needs groups"):
-        dataclasses.replace(deepseek.model, n_group=8)
-    with pytest.raises(UserError, match="mscale"):
-        deepseek.import_rules({"model_type": "deepseek_v3", "rope_parameters": YARN | {"mscale": 1.0}})
-    with pytest.raises(UserError, match="scan_layers=True"):
-        import_hf.read_params("nowhere", dataclasses.replace(deepseek.model, scan_layers=True, n_dense=0), [])

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.errors import UserError
 from jaxgpt.layers.block import Compute
 from tests.helpers import TINY, import_pages
 
@@ -66,11 +65,3 @@ def test_output_is_as_defined(q_rank):
 def test_the_cache_is_small():
     cache = CONFIG.make_attention(0, Compute()).init_cache(2, 16, jnp.float32)
     assert sum(x.size for x in cache) == 2 * 16 * (7 + 4)
-
-
-def test_what_it_has_not_is_refused():
-    for field in ({"qk_norm": True}, {"position": "none"}, {"n_kv_head": 1}, {"sliding_window": 4}):
-        with pytest.raises(UserError, match="latent attention needs rope"):
-            dataclasses.replace(CONFIG, **field)
-    with pytest.raises(UserError, match="rope_dim=3 is odd"):
-        dataclasses.replace(CONFIG, rope_dim=3)

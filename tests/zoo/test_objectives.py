@@ -6,15 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 
 from jaxgpt.batch import Batch
 from jaxgpt.config import GPTConfig
-from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
 from jaxgpt.layers.mlp import MLP
 from jaxgpt.loss import make_loss
-from tests.helpers import FLOAT32_REORDERED, TINY, import_pages, make_model, tiny_experiment
+from tests.helpers import TINY, import_pages, make_model, tiny_experiment
 
 label_smoothing, z_loss = import_pages("zoo", "label_smoothing", "z_loss")
 
@@ -52,16 +50,6 @@ def run(loss, params, key=KEY, batch=BATCH):
     return float(nats), float(count), {name: float(x) for name, x in metrics.items()}
 
 
-def learn(loss, params):
-    """(The loss, its gradient)."""
-    return jax.jit(jax.value_and_grad(lambda params: loss(params, BATCH, KEY)[0]))(params)
-
-
-def log_softmax(logits):
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-
-
 def logits_of(model, params):
     return np.asarray(model.apply({"params": params}, BATCH.inputs_BT), np.float64)
 
@@ -78,34 +66,11 @@ def test_z_loss_is_the_square_of_log_z(model):
     assert metrics == pytest.approx(plain[2])  # what modules sow stays in the loss and in the log
 
 
-def test_label_smoothing_is_that_of_the_core(model):
-    module, params = model
-    ours, cores = (
-        label_smoothing.SmoothingConfig(smoothing=0.2).make_loss(module),
-        make_loss(module, label_smoothing=0.2),
-    )
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, **FLOAT32_REORDERED),
-        *(learn(loss, params) for loss in (ours, cores)),
-    )
-
-
 def test_validation_has_the_plain_loss(model):
     module, params = model
     plain = run(make_loss(module), params, key=None)
     for config in (z_loss.ZLossConfig(z_loss=1.0), label_smoothing.SmoothingConfig(smoothing=0.5)):
         assert run(config.make_loss(module), params, key=None) == plain
-
-
-@pytest.mark.parametrize("config", [z_loss.ZLossConfig(), label_smoothing.SmoothingConfig()])
-def test_a_loss_in_chunks_is_refused(config):
-    with pytest.raises(UserError, match="parallel.loss_chunk.*all logits"):
-        config.make_loss(nn.Module(), head_loss=lambda: None)
-
-
-def test_smoothing_is_given_once():
-    with pytest.raises(UserError, match="give one of them"):
-        label_smoothing.SmoothingConfig().make_loss(nn.Module(), label_smoothing=0.1)
 
 
 def test_an_objective_trains_from_its_page(text_file, tmp_path):

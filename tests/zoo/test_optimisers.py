@@ -1,7 +1,5 @@
 """experiments/zoo, optimisers: three steps of each against NumPy, written from the papers; labels; what is evaluated."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +7,8 @@ import optax
 import pytest
 
 from jaxgpt.config import GPTConfig, OptimConfig
-from jaxgpt.fitting import fit
 from jaxgpt.optim import by_rank, make_optimizer
-from jaxgpt.run import load
-from jaxgpt.train import init_and_dropout_keys
-from tests.helpers import import_pages, tiny_experiment
+from tests.helpers import import_pages
 
 cautious, ema_tail, lion, normuon, polar, schedule_free, soap = import_pages(
     "zoo", "cautious_weight_decay", "ema_tail", "lion", "normuon", "polar_express", "schedule_free", "soap"
@@ -120,16 +115,6 @@ def test_cautious_decay_and_updates(decay, updates):
             np.testing.assert_allclose(after[path], x, **CLOSE)
 
 
-def test_cautious_decay_of_muon_has_the_rate_of_muon():
-    """Where the gradient is zero so are the updates, and then decay alone moves the parameters, each at its own rate."""
-    config = cautious.CautiousConfig(**PLAIN, name="muon", weight_decay=0.5)
-    optimizer = config.make_optimizer(3, model=MODEL)
-    params = jax.tree.map(jnp.ones_like, tree(draw(0)))
-    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
-    for path, rate in ((MATRIX, 0.02), (TABLE, 0.01), (VECTOR, 0.0)):
-        np.testing.assert_allclose(flat(updates)[path], -0.5 * rate, rtol=1e-6)
-
-
 def test_the_average_begins_at_the_tail():
     config = ema_tail.TailAverageConfig(**PLAIN, ema_decay=0.75, ema_start=0.4)
     plain, _ = take_steps(OptimConfig(**PLAIN), steps=5)
@@ -140,26 +125,6 @@ def test_the_average_begins_at_the_tail():
             np.testing.assert_array_equal(found[step][path], plain[step][path])
             average = plain[step][path] if step < 2 else 0.75 * average + 0.25 * plain[step][path]
             np.testing.assert_allclose(evaluated[step][path], average, **CLOSE)
-
-
-def test_a_run_is_loaded_as_its_average(text_file, tmp_path):
-    """One step leads from p0 to p1. The run that averages is p0 / 2 + p1 / 2."""
-
-    def train(name, decay):
-        tiny = tiny_experiment(text_file, sample_tokens=0)
-        optim = ema_tail.TailAverageConfig(ema_decay=decay, ema_start=0.0, warmup_steps=0)
-        experiment = dataclasses.replace(tiny, optim=optim, train=dataclasses.replace(tiny.train, steps=1))
-        fit(experiment, tmp_path / name, progress=False, setup=False)
-        return load(tmp_path / name, setup=False)
-
-    last, half = train("last", 0.0), train("half", 0.5)
-    key, _ = init_and_dropout_keys(last.experiment.train.seed)
-    first = jax.jit(last.model.init)(key, jnp.zeros((1, 1), jnp.int32))["params"]
-    assert np.abs(half.params["wte"]["embedding"] - last.params["wte"]["embedding"]).max() > 1e-4
-    jax.tree.map(
-        lambda p0, p1, x: np.testing.assert_allclose(x, (p0 + p1) / 2, rtol=1e-5, atol=1e-7),
-        *(first, last.params, half.params),
-    )
 
 
 def orthogonalize(x, coefficients):
@@ -257,23 +222,3 @@ def test_soap_is_algorithm_3():
                 q_right, v = np.linalg.qr(right @ q_right[:, order])[0], v[:, order]
             x = x - 0.01 * (update + 0.5 * x)
             np.testing.assert_allclose(after[path], x, rtol=2e-3, atol=2e-5)
-
-
-def test_soap_takes_stacked_layers_one_by_one_and_leaves_long_sides():
-    config = soap.SoapConfig(**PLAIN, refresh_every=1, max_side=5)
-    optimizer = config.make_optimizer(3, model=MODEL)
-    rng = np.random.default_rng(0)
-    grads = [jnp.asarray(rng.normal(size=(2, 4, 6)), jnp.float32) for _ in range(3)]
-
-    def run(name, pick):
-        params = {name: {"block": {"kernel": jnp.zeros_like(pick(grads[0]))}}}
-        state = optimizer.init(params)
-        for grad in grads:
-            updates, state = jax.jit(optimizer.update)({name: {"block": {"kernel": pick(grad)}}}, state, params)
-        sizes = {x.shape[-2:] for x in jax.tree.leaves(state) if x.ndim > 1}
-        assert sizes == {(4, 6), (4, 4)}  # no 6 x 6
-        return updates[name]["block"]["kernel"]
-
-    together = run("h", lambda x: x)
-    for layer in range(2):
-        np.testing.assert_allclose(run(f"h_{layer}", lambda x, n=layer: x[n]), together[layer], rtol=1e-3, atol=1e-5)
