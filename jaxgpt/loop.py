@@ -23,7 +23,6 @@ Line = dict[str, Any]  # what happened at a step: see `train`
 # hundreds of steps are in flight.
 IN_FLIGHT = 2
 LOGGED = ("loss", "grad_norm", "learning_rate")
-UNLOGGED = ("skipped", "in_a_row", "median")  # metrics of a step
 LONG_STEP = 1.0  # seconds: such steps are not left in flight, since a signal would have to wait for them
 # Steps between two decisions of process 0 on how many steps may be in flight. All processes settle the same steps at
 # the same time: when one raises, all have dispatched the same steps.
@@ -79,7 +78,7 @@ def train(
             done, metrics = in_flight.popleft()
             skipped_in_a_row = int(metrics["in_a_row"])
             if not skipped_in_a_row:
-                own = sorted(metrics.keys() - {*LOGGED, *UNLOGGED})  # the objective's metrics
+                own = sorted(metrics.keys() - {*LOGGED, "in_a_row"})  # the objective's metrics
                 log({"step": done} | {name: float(metrics[name]) for name in (*LOGGED, *own)})
                 continue
             log({"step": done, "skipped": why_skipped(metrics)})

@@ -19,10 +19,6 @@ Metrics = dict[str, Any]  #: what a step reports, scalars by name
 #: (params, batch, dropout key or None) -> (a sum over targets in nats, their number, more such sums to report)
 LossFn = Callable[[Params, Batch, jax.Array | None], tuple[jax.Array, jax.Array, Metrics]]
 
-NUM_NORMS = 128  # number of gradient norms of taken steps to keep
-MIN_NORMS = 16  # norms needed before a step can be a spike
-TAKEN, NOT_FINITE, SPIKE = range(3)  # outcome of a step: metrics["skipped"]
-
 
 @struct.dataclass
 class SkipState:
@@ -31,7 +27,6 @@ class SkipState:
     inner_state: Any  # state of the Optax transformation
     skipped: jax.Array  # int32: steps skipped so far
     in_a_row: jax.Array  # int32: steps skipped since the last one taken
-    norms: jax.Array  # float32 [NUM_NORMS]: a ring of gradient norms of the last steps taken, NaN where empty
     __repr__ = short_repr
 
 
@@ -78,7 +73,7 @@ def init_state(
 def init_skip_state(inner_state: Any) -> SkipState:
     """Return the state of an optimizer that has skipped nothing."""
     skipped, in_a_row = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # two arrays, since each is donated
-    return SkipState(inner_state, skipped, in_a_row, jnp.full(NUM_NORMS, jnp.nan, jnp.float32))
+    return SkipState(inner_state, skipped, in_a_row)
 
 
 def train_step(
@@ -89,30 +84,26 @@ def train_step(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
-    skip_spikes: float | None = None,
     grad_accum_steps: int = 1,
     report: Callable[[Any, Any, Any], Metrics] = lambda grads, updates, opt_state: {},
     mean: Callable[[Any], Any] = lambda sums: sums,
 ) -> tuple[TrainState, Metrics]:
     """Take one optimizer step on one batch. Return the new state and its metrics. The caller donates the old state.
 
-    A step is skipped if its loss or gradient norm is not finite, or if the norm is more than `skip_spikes` times the
-    median of the last NUM_NORMS norms of taken steps. None means that only the first counts. A skipped step changes
-    neither the parameters nor the optimizer's state, but advances `step`, and with it the data. A finite gradient norm
-    guarantees finite updates: it bounds the squares that Adam keeps, and OptimConfig bounds their factors. Checking the
-    updates themselves would take 1.4 ms in nanoGPT's CPU configuration, 2.5% of its step.
+    A step is skipped if its loss or gradient norm is not finite. It changes neither the parameters nor the optimizer's
+    state, but advances `step`, and with it the data. A finite gradient norm guarantees finite updates: it bounds the
+    squares that Adam keeps, and OptimConfig bounds their factors. Checking the updates themselves would take 1.4 ms in
+    nanoGPT's CPU configuration, 2.5% of its step.
 
-    Metrics are scalars: "loss" in nats per target, what `loss_fn` reports, also per target, "grad_norm", "skipped" (TAKEN,
-    NOT_FINITE or SPIKE), and "in_a_row", the steps skipped since the last one taken. "learning_rate" is what the
-    optimizer used, or would have used: its state's, if there is one of that name, else the schedule's. With `skip_spikes`
-    there is "median", the median of the norms before the step.
+    Metrics are scalars: "loss" in nats per target, what `loss_fn` reports, also per target, "grad_norm", and "in_a_row",
+    the steps skipped since the last one taken, 0 if this one was. "learning_rate" is what the optimizer used, or would
+    have used: its state's, if there is one of that name, else the schedule's.
 
     Args:
         key: the run's key. Dropout in step t uses `fold_in(key, t)`, so that a resumed run draws the same numbers.
         loss_fn: the loss to minimise, such as `loss.make_loss` returns.
         optimizer: any Optax transformation.
         schedule: the optimizer's learning rate by the number of steps taken.
-        skip_spikes: see above.
         grad_accum_steps: micro-batches to take in turn. Summed gradients are divided by the number of targets, as for
             one big batch.
         report: returns more metrics, of the gradients, the updates and the optimizer's new state.
@@ -152,11 +143,7 @@ def train_step(
     metrics = {"loss": loss, "grad_norm": norm}
 
     steps_taken = state.step - before.skipped
-    is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    is_taken = is_finite
-    if skip_spikes is not None:
-        metrics["median"] = jnp.nanmedian(before.norms)
-        is_taken &= ~((steps_taken >= MIN_NORMS) & (norm > skip_spikes * metrics["median"]))
+    is_taken = jnp.isfinite(loss) & jnp.isfinite(norm)
 
     def choose(new: Any, old: Any) -> Any:
         return jax.tree.map(lambda new, old: jnp.where(is_taken, new, old), new, old)
@@ -171,14 +158,12 @@ def train_step(
         inner_state=choose(inner_state, before.inner_state),
         skipped=choose(before.skipped, before.skipped + 1),
         in_a_row=choose(0, before.in_a_row + 1),
-        norms=choose(before.norms.at[steps_taken % NUM_NORMS].set(norm), before.norms),
     )
     # Parameters are chosen after the sum, not their updates before it: the compiler fuses the optimizer's last product
     # and this sum into one instruction with one rounding.
     params = choose(optax.apply_updates(state.params, updates), state.params)
     reported = optax.tree.get_all_with_path(inner_state, "learning_rate")  # by optax.inject_hyperparams
     metrics["learning_rate"] = reported[0][1] if reported else schedule(steps_taken)
-    metrics["skipped"] = jnp.where(is_taken, TAKEN, jnp.where(is_finite, SPIKE, NOT_FINITE))
     metrics["in_a_row"] = opt_state.in_a_row
     if taken := {"step", "tokens", "seconds", "val_loss", "saved", *metrics} & own.keys():
         raise UserError(f"a metric of the experiment's own is called {min(taken)!r}, as one of jaxgpt's: rename it")
@@ -194,14 +179,10 @@ def layer_norms(tree: Params) -> Metrics:
     return {f"grad_norm/{name}": optax.tree.norm(layer) for name, layer in layers.items()}
 
 
-def why_skipped(metrics: Metrics) -> str:
-    """Return the reason why a step was skipped, from its metrics."""
-    loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-    if not math.isfinite(loss):
-        return f"loss is {loss}"
-    if not math.isfinite(norm):
-        return f"gradient norm is {norm}"
-    return f"gradient norm {norm:.3g} is {norm / float(metrics['median']):.1f} times its median"
+def why_skipped(metrics: Metrics) -> str | None:
+    """Return the reason why a step was skipped, from its metrics, or None if it was taken."""
+    named = {"loss": metrics["loss"], "gradient norm": metrics["grad_norm"]}
+    return next((f"{name} is {float(x)}" for name, x in named.items() if not math.isfinite(x)), None)
 
 
 def eval_step(params: Params, batch: Batch, *, loss_fn: LossFn) -> tuple[jax.Array, jax.Array]:

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import chex
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
-from jaxgpt.data.pipeline import Dataset
+from jaxgpt.data.pipeline import Dataset, Tokens
 from jaxgpt.data.tokenizer import BPETokenizer, load_tokenizer
 from jaxgpt.layers.block import Compute
 from jaxgpt.model import GPT
@@ -113,6 +113,22 @@ def replace_fields(experiment: Experiment, **parts: dict) -> Experiment:
     """Return the experiment with other fields in its parts: optim={...}, model={...}."""
     new = {part: dataclasses.replace(getattr(experiment, part), **fields) for part, fields in parts.items()}
     return dataclasses.replace(experiment, **new)
+
+
+def plant_bad_targets(patch: pytest.MonkeyPatch, bad: Iterable[int]) -> None:
+    """Let these rows of all training data have a target outside the vocabulary, whose loss is NaN."""
+    training_rows = Tokens.training_rows
+
+    def poisoned(self, **options):
+        rows = training_rows(self, **options)
+
+        def row(n):
+            inputs, targets = rows(n)
+            return inputs, np.append(targets[:-1], np.int32(30_000)) if n in bad else targets
+
+        return row
+
+    patch.setattr(Tokens, "training_rows", poisoned)
 
 
 def flip(path: Path, bit: int) -> None:

@@ -13,7 +13,7 @@ from jaxgpt.loop import train
 
 
 def metrics(in_row=0, loss=1.0, norm=1.0):
-    return {"loss": loss, "grad_norm": norm, "learning_rate": 0.1, "in_a_row": in_row, "skipped": int(in_row > 0)}
+    return {"loss": loss, "grad_norm": norm, "learning_rate": 0.1, "in_a_row": in_row}
 
 
 def run(config, *, bad=(), start=0, max_skipped=9, best=math.inf, seconds=0.0, **replaced):

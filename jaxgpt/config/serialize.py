@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ T = TypeVar("T")
 # Fields that earlier versions wrote: the value that changes nothing (... means any), and what to take for the others.
 GONE = {
     "n_encoder_layer": (0, "models with an encoder are experiments/transformer_2017"),
+    "skip_spikes": (None, "no spike is skipped from now on, but by the optimizer of experiments/zoo/skip_spikes.py"),
     "check_replicas_every": (..., ""),
 }
 
@@ -52,7 +54,10 @@ def from_dict(
     for key in GONE.keys() & values.keys() - hints.keys():
         harmless, instead = GONE[key]
         if harmless not in (..., values[key]):
-            raise UserError(f"{where}{key}={short(values[key])}: {instead}")
+            said = f"{where}{key}={short(values[key])}: {instead}"
+            if key == "n_encoder_layer":
+                raise UserError(said)
+            warnings.warn(said, UserWarning, stacklevel=2)
         values = {other: x for other, x in values.items() if other != key}
     for key in values:
         if key not in hints:

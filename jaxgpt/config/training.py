@@ -54,10 +54,8 @@ class OptimConfig(Checked):
     weight_decay: NonNegativeFloat = 0.1  # decay of matrices only, multiplied by the learning rate
     momentum: Decay = 0.95  # momentum of Muon
     grad_clip: PositiveFloat | None = 1.0  # largest global norm of the gradients. None means no clipping
-    # skip a step whose gradient norm exceeds this many times the median of the last 128. None means no finite one is skipped
-    skip_spikes: Annotated[float, Interval(gt=1)] | None = None
     label_smoothing: Fraction = 0.0  # share of each target spread over all tokens, in training only (arXiv:1512.00567)
-    max_skipped: Count = 10  # steps skipped in a row, as spikes or as not finite, after which the run ends
+    max_skipped: Count = 10  # steps skipped in a row, as not finite, after which the run ends
 
     def __post_init__(self) -> None:
         super().__post_init__()

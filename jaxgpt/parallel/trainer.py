@@ -118,7 +118,6 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
             loss_fn=lambda params, micro, key: loss_fn(merge(params, state.frozen_params), micro, key),
             optimizer=optimizer,
             schedule=schedule,
-            skip_spikes=experiment.optim.skip_spikes,
             grad_accum_steps=split.grad_accum_steps,
             report=report,
             **options,

@@ -56,7 +56,7 @@ class _Guard:
 
     skipped: Any
     in_row: Any
-    norms: Any
+    norms: Any = None  # gradient norms, which an earlier version saved
 
 
 class Checkpoints:
@@ -274,10 +274,15 @@ class Checkpoints:
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """Restore a state without frozen parameters, which are not saved. like: its shapes, dtypes and shardings."""
-        has_both = any(path.startswith(f"[{TRAINED!r}]") for path in self.manifest(step)["arrays"][REST])
-        items = self._restore(step, _to_items(like, like.params if has_both else None))
+        saved = self.manifest(step)["arrays"][REST]
+        has_both = any(path.startswith(f"[{TRAINED!r}]") for path in saved)
+        items = _to_items(like, like.params if has_both else None)
+        if "['guard'].norms" in saved:
+            norms = jax.ShapeDtypeStruct((128,), "float32", sharding=like.opt_state.skipped.sharding)
+            items[REST]["guard"] = items[REST]["guard"].replace(norms=norms)
+        items = self._restore(step, items)
         rest, guard = items[REST], items[REST]["guard"]
-        opt_state = SkipState(rest["opt_state"], guard.skipped, guard.in_row, guard.norms)
+        opt_state = SkipState(rest["opt_state"], guard.skipped, guard.in_row)
         return TrainState(rest["step"], rest.get(TRAINED, items[PARAMS]), opt_state)
 
     def restore_params(self, step: int, like: Params) -> Params:
@@ -334,7 +339,7 @@ def _handler(items: dict[str, Any]) -> ocp.CompositeCheckpointHandler:
 def _to_items(state: TrainState, eval_params: Params | None) -> dict[str, Any]:
     """Return the parts of a state to save, all but frozen parameters. eval_params: see `Checkpoints.save`."""
     s = state.opt_state
-    guard = _Guard(skipped=s.skipped, in_row=s.in_a_row, norms=s.norms)
+    guard = _Guard(skipped=s.skipped, in_row=s.in_a_row)
     rest = {"step": state.step, "opt_state": s.inner_state, "guard": guard}
     if eval_params is None:
         return {PARAMS: state.params, REST: rest}

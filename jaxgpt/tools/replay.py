@@ -23,7 +23,6 @@ import numpy as np
 from jaxgpt.config.validate import Count, Fraction, Interval, check_count, check_whole
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, parse_json, render_json
-from jaxgpt.loop import UNLOGGED
 from jaxgpt.parallel.device import device_kind
 from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.runs.autopsy import NonFiniteReport, debug_step, format_report
@@ -31,7 +30,7 @@ from jaxgpt.runs.checkpoint import CorruptCheckpoint, open_checkpoints
 from jaxgpt.runs.directory import find_run, installed_versions, read_metadata
 from jaxgpt.runs.metrics import parse_metrics, read_metrics
 from jaxgpt.runs.training import Training, gather_params, open_training
-from jaxgpt.train import NOT_FINITE, Metrics, TrainState, why_skipped
+from jaxgpt.train import Metrics, TrainState, why_skipped
 
 TIMES = ("tokens_per_second", "mfu", "seconds")  # what a line says of the machine, which no audit can repeat
 SHARE = 0.035  # share of a run's steps to repeat by default
@@ -91,9 +90,9 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     say(f"{trainer.strategy.name}: steps {start + 1} to {step}, from {origin}")
     taken = training.take_steps(training.restore_or_init(start), start, step)
     ((_, state, metrics),) = collections.deque(taken, maxlen=1)
-    findings, loss, skipped = None, float(metrics["loss"]), _why_skipped(metrics)
+    findings, loss, skipped = None, float(metrics["loss"]), why_skipped(metrics)
     # A skipped step leaves the parameters unchanged.
-    if int(metrics["skipped"]) == NOT_FINITE and (params := gather_params(trainer, state)) is not None:
+    if skipped is not None and (params := gather_params(trainer, state)) is not None:
         findings = debug_step(trainer, params, training.whole_batch(step, state), training.dropout_key, step)
     lines = [x for x in read_metrics(training.metrics) if x["step"] == step and "val_loss" not in x]
     logged, equal = lines[-1] if lines else None, None
@@ -110,10 +109,6 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
         equal=equal,
         findings=findings,
     )
-
-
-def _why_skipped(metrics: Metrics) -> str | None:
-    return why_skipped(metrics) if int(metrics["skipped"]) else None
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -335,7 +330,7 @@ def _compare_line(
     is_logged: bool,
 ) -> None:
     """Compare the line of a training step with what the step gives here. is_logged: whether it needs a line."""
-    why, experiment = _why_skipped(metrics), training.experiment
+    why, experiment = why_skipped(metrics), training.experiment
     if line is None:
         if why is not None or is_logged:
             found.findings.append(f"step {step}: is not in the log{'' if why is None else f', skipped here: {why}'}")
@@ -346,7 +341,7 @@ def _compare_line(
         if None in (why, claimed) or (why != claimed and not found.tolerance):
             found.findings.append(f"step {step}: skipped is {claimed} in the run, {why} here")
         return
-    known = {name: value for name, value in metrics.items() if name not in UNLOGGED}
+    known = {name: value for name, value in metrics.items() if name != "in_a_row"}
     known["tokens"] = step * experiment.train.batch_size * experiment.model.block_size
     _compare_names(found, step, {name: value for name, value in line.items() if name not in ("step", *TIMES)}, known)
 

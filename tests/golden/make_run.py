@@ -49,7 +49,6 @@ def experiment(name: str) -> Any:
             learning_rate=4e-2,
             muon_learning_rate=0.1,
             warmup_steps=2,
-            skip_spikes=5.0,
         ),
         train=jaxgpt.TrainConfig(
             steps=STEPS, batch_size=8, log_every=1, eval_every=10, checkpoint_every=10, dtype="float32", sample_tokens=0

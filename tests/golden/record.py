@@ -169,7 +169,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "adamw-constant": {"optim": {"schedule": "constant", "grad_clip": None, "weight_decay": 0.0}},
     "adamw-inverse-sqrt": {"optim": {"schedule": "inverse_sqrt", "warmup_steps": 5, "beta1": 0.8, "grad_clip": 0.1}},
     "smoothing": {"optim": {"label_smoothing": 0.2}},
-    "spike": {"optim": {"skip_spikes": 1.01, "max_skipped": 100}, "train": {"steps": 32, "eval_every": 8}},
     "pmap2": {"devices": 2, "parallel": {"strategy": "pmap"}},
     "pmap2-accumulate": {"devices": 2, "parallel": {"micro_batch_size": 1}, "model": {"dropout": 0.1}},
     "pmap8": {"devices": 8, "parallel": {"strategy": "pmap"}},

@@ -11,7 +11,6 @@ import pytest
 import jaxgpt.parallel.trainer
 from jaxgpt import fitting
 from jaxgpt.batch import Batch
-from jaxgpt.data.pipeline import Tokens
 from jaxgpt.errors import Diverged, UserError
 from jaxgpt.fitting import fit
 from jaxgpt.parallel.trainer import make_trainer
@@ -22,7 +21,7 @@ from jaxgpt.runs.metrics import MetricsFile, read_metrics
 from jaxgpt.runs.training import gather_params
 from jaxgpt.tools.replay import replay
 from jaxgpt.train import init_state
-from tests.helpers import replace_fields, tiny_experiment
+from tests.helpers import plant_bad_targets, replace_fields, tiny_experiment
 from tests.test_session import Killed, _raise_at
 
 
@@ -79,31 +78,18 @@ BAD_STEPS = (5, 8)  # the second is one of those that are saved
 
 @pytest.fixture(scope="module")
 def bumpy(experiment):
-    """A run in which two steps have a target outside the vocabulary, and where some of the later norms are spikes."""
+    """A run in which two steps have a target outside the vocabulary."""
     return replace_fields(
         experiment,
-        optim={"skip_spikes": 1.05, "max_skipped": 20, "learning_rate": 1e-2},
+        optim={"max_skipped": 20, "learning_rate": 1e-2},
         train={"steps": 30, "batch_size": 2, "eval_every": 15, "checkpoint_every": 4, "keep_last": 1},
     )
 
 
 @pytest.fixture(scope="module")
 def bad_batch():
-    training_rows = Tokens.training_rows
-
-    def poisoned(self, **options):
-        rows = training_rows(self, **options)
-
-        def row(n):
-            inputs, targets = rows(n)
-            if n in [2 * (step - 1) for step in BAD_STEPS]:
-                targets = np.append(targets[:-1], np.int32(30_000))
-            return inputs, targets
-
-        return row
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tokens, "training_rows", poisoned)
+        plant_bad_targets(patch, [2 * (step - 1) for step in BAD_STEPS])
         yield
 
 
@@ -129,18 +115,13 @@ def lines_of(directory):
     return [{k: v for k, v in x.items() if k not in unlike} for x in read_metrics(directory / "metrics.jsonl")]
 
 
-def test_one_bad_batch_and_spikes_do_not_stop_a_run(whole):
+def test_two_bad_batches_do_not_stop_a_run(whole):
     run, saved = whole
     lines = {x["step"]: x for x in read_metrics(run.directory / "metrics.jsonl") if "val_loss" not in x}
     assert list(lines) == list(range(1, 31))
     assert [lines[step] for step in BAD_STEPS] == [{"step": step, "skipped": "loss is nan"} for step in BAD_STEPS]
-    spikes = [x["skipped"] for x in lines.values() if "its median" in x.get("skipped", "")]
-    assert 1 <= len(spikes) < 13 and all("gradient norm" in x and "times" in x for x in spikes)
-
-    skipped = {step for step, x in lines.items() if "skipped" in x}
-    steps = [step for step, _ in saved if step != 30 and step > 0]
-    assert steps[:2] == [4, 9]  # 8 is put off to the next step that is taken
-    assert not skipped & set(steps)
+    assert [step for step, x in lines.items() if "skipped" in x] == [*BAD_STEPS]
+    assert [step for step, _ in saved][:2] == [4, 9]  # 8 is put off to the next step that is taken
     assert (run.step, [x for x in saved if x[1] is not None]) == (30, [(30, run.val_loss)])  # NaN was not the best
 
 
@@ -163,13 +144,11 @@ def test_killed_and_resumed_it_skips_the_same_steps_bit_for_bit(whole, bumpy, tm
 
 def test_any_step_is_replayed_bit_for_bit_and_nothing_is_written(whole):
     run, _ = whole
-    lines = {x["step"]: x for x in read_metrics(run.directory / "metrics.jsonl") if "val_loss" not in x}
     before = {p: p.stat().st_mtime_ns for p in run.directory.rglob("*")}
-    spike = max(step for step, x in lines.items() if "skipped" in x)
-    for step in (5, spike, 30):
+    for step in (*BAD_STEPS, 30):
         found = replay(run.directory, step)
         assert (found.equal, found.origin) == (True, "the seed")
-        assert (found.findings and found.findings.first) == ("the loss, of finite logits" if step == 5 else None)
+        assert (found.findings and found.findings.first) == ("the loss, of finite logits" if step < 30 else None)
     assert {p: p.stat().st_mtime_ns for p in run.directory.rglob("*")} == before
     with pytest.raises(UserError, match=r"--step 31: needs one of the steps of .*, 1 to 30"):
         replay(run.directory, 31)

@@ -10,8 +10,16 @@ from jaxgpt.config import GPTConfig, OptimConfig
 from jaxgpt.optim import by_rank, make_optimizer
 from tests.helpers import import_pages
 
-cautious, ema_tail, lion, normuon, polar, schedule_free, soap = import_pages(
-    "zoo", "cautious_weight_decay", "ema_tail", "lion", "normuon", "polar_express", "schedule_free", "soap"
+cautious, ema_tail, lion, normuon, polar, schedule_free, spikes, soap = import_pages(
+    "zoo",
+    "cautious_weight_decay",
+    "ema_tail",
+    "lion",
+    "normuon",
+    "polar_express",
+    "schedule_free",
+    "skip_spikes",
+    "soap",
 )
 
 MODEL = GPTConfig()
@@ -125,6 +133,23 @@ def test_the_average_begins_at_the_tail():
             np.testing.assert_array_equal(found[step][path], plain[step][path])
             average = plain[step][path] if step < 2 else 0.75 * average + 0.25 * plain[step][path]
             np.testing.assert_allclose(evaluated[step][path], average, **CLOSE)
+
+
+def test_spikes_are_judged_by_the_median_of_the_steps_taken():
+    """Against the same in NumPy, over more norms than are remembered. Of the steps that are not taken nothing stays."""
+    add_one = optax.stateless(lambda updates, _: jax.tree.map(jnp.ones_like, updates))
+    optimizer = spikes.skip_spikes(optax.chain(add_one, optax.scale_by_schedule(lambda count: count + 1.0)), 3.0)
+    update = jax.jit(optimizer.update)
+    norms = np.exp(np.random.default_rng(0).normal(size=3 * spikes.NUM_NORMS)).astype(np.float32)
+    norms[[5, 200, spikes.MIN_NORMS]] = 1e6  # the first is too early to be judged, the last is the first that is
+    state, taken = optimizer.init(jnp.zeros(())), []
+    for norm in norms:
+        is_spike = len(taken) >= spikes.MIN_NORMS and norm > 3.0 * np.median(taken[-spikes.NUM_NORMS :])
+        taken += [] if is_spike else [norm]
+        step, state = update(jnp.float32(norm), state, jnp.zeros(()))
+        assert (bool(state.is_spike), float(step)) == (is_spike, 0.0 if is_spike else len(taken))
+    assert len(norms) - len(taken) > 30 and taken.count(1e6) == 1
+    assert spikes.SkipSpikesConfig().metrics({}, {}, state) == {"spike": float(is_spike)}
 
 
 def orthogonalize(x, coefficients):
