@@ -3,8 +3,9 @@
 Reference   chat models are trained on their own turns only (Touvron et al. 2023, arXiv:2307.09288, section 3.1).
 Data        215 questions made from Python's own reference: "What is str.count?", and the first sentence of its section.
             Conversations are packed into rows of 320 characters, which are 94.7% full, and cannot attend to each other.
-Command     python experiments/chat_sft.py
-            python experiments/chat_sft.py --data.path chats.jsonl --train.init-from MODEL     (from pretrained weights)
+Command     python experiments/python_questions.py chats.jsonl                                 (makes the questions)
+            python experiments/chat_sft.py
+            python experiments/chat_sft.py --train.init-from MODEL                             (from pretrained weights)
             jaxgpt sample runs/chat-sft --chat --prompt "What is str.count?"
 Expected    from random weights and 19,000 characters of answers: no knowledge, but the form of an answer, and its end.
 Result      validation loss 1.742 nats per character of the answers at step 75, 175 s on two cores of a busy x86-64
@@ -34,7 +35,7 @@ experiment = Experiment(
         qk_norm=True,
         residual_init="zero",
     ),
-    data=DataConfig(corpus="python-docs.jsonl"),
+    data=DataConfig(path="chats.jsonl"),
     optim=OptimConfig(
         name="muon", learning_rate=3e-3, schedule="wsd", warmup_steps=20, decay_fraction=0.4, min_lr_ratio=0.0
     ),

@@ -20,7 +20,8 @@ from tests.helpers import run_command, script
 # What lies beside the pages and is none: programs that measure, and may use any module.
 TOOLS = {
     *("bands.py", "baselines.py", "induction_heads.py", "learning_rate_transfer.py"),
-    *("memorisation.py", "minimal.py", "records.py", "scaling_laws.py", "speculative.py", "step_cost.py", "track.py"),
+    *("memorisation.py", "minimal.py", "python_questions.py", "records.py", "scaling_laws.py"),
+    *("speculative.py", "step_cost.py", "track.py"),
 }
 FILES = [path for path in sorted((REPOSITORY / "experiments").glob("*.py")) if path.name not in TOOLS]
 

@@ -26,6 +26,7 @@ import ast
 import dataclasses
 import html
 import json
+import runpy
 import sysconfig
 import warnings
 from collections.abc import Sequence
@@ -98,7 +99,7 @@ class PolicyConfig(AccuracyConfig, GRPOConfig):
 def make_conversations(text: str) -> str:
     """Return conversations as JSON lines, in an order that is fixed: about Python, spelling, sums, greetings."""
     rng, sums = np.random.default_rng(0), SumsConfig()
-    (questions,) = find_corpus_files("python-docs.jsonl")
+    program = runpy.run_path(str(Path(__file__).parents[1] / "python_questions.py"))
     pairs = [("Hello!", "Hello! Ask me about Python, or for a sum.")] * 10
     words = sorted({word for word in text[: 10**6].split() if word.isalpha() and word.islower() and 2 < len(word) < 8})
     pairs += [(f"Spell {word}.", "-".join(word)) for word in rng.choice(words, WORDS)]
@@ -107,7 +108,7 @@ def make_conversations(text: str) -> str:
         json.dumps({"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]})
         for q, a in pairs
     ]
-    lines += questions.read_text().splitlines()
+    lines += program["make_questions"]().splitlines()
     return "\n".join(lines[i] for i in rng.permutation(len(lines))) + "\n"
 
 

@@ -43,7 +43,7 @@ class DataConfig(Checked):
     True
     """
 
-    # built-in text: python-docs, shakespeare, sancho, quijote, or python-docs.jsonl (conversations)
+    # built-in text: python-docs, shakespeare, sancho or quijote
     corpus: str = "python-docs"
     # your text: a UTF-8 file, a folder of .txt, .bin shards, .jsonl conversations, or a mixture a:0.7 b:0.3. None means corpus
     path: str | None = None

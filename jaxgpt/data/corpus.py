@@ -82,26 +82,19 @@ CORPORA = {
     ),
 }
 
-# Corpora that need no download: Python's reference, and conversations made from it.
-BUILT_IN: dict[str, Callable[[], str]] = {
-    "python-docs": lambda: _python_docs(),
-    "python-docs.jsonl": lambda: _python_questions(),
-}
-
 
 def find_corpus_files(name: str) -> list[Path]:
     """Return the files of a registered corpus, after generating or downloading them if necessary."""
-    if name in BUILT_IN:
-        stem, _, suffix = name.partition(".")
-        raw = BUILT_IN[name]().encode()
+    if name == "python-docs":
+        raw = _python_docs().encode()
         digest = hashlib.sha256(raw).hexdigest()
-        path = cache_directory() / "corpora" / f"{stem}-{digest[:12]}.{suffix or 'txt'}"
+        path = cache_directory() / "corpora" / f"{name}-{digest[:12]}.txt"
         if not path.exists() or sha256(path) != digest:
             make_cache(path.parent)
             write_whole(path, raw)
         return [path]
     if (corpus := CORPORA.get(name)) is None:
-        known = ", ".join([*BUILT_IN, *CORPORA])
+        known = ", ".join(["python-docs", *CORPORA])
         raise UserError(f"unknown corpus {name!r}: known are {known}; for a text of your own use --data.path")
     path = cache_directory() / "corpora" / f"{name}.txt"
     if not path.exists():
@@ -165,10 +158,8 @@ def fetch(url: str) -> Path:
         fs = fsspec.filesystem(protocol)
         kinds = (".bin", ".txt", ".json")
         is_file = fs.info(root)["type"] == "file"
-        names = [root] if is_file else sorted(f for f in fs.ls(root, detail=False) if f.endswith(kinds))
-        infos = {name.rpartition("/")[2]: fs.info(name) for name in names}
-        stamps = ("size", "etag", "ETag", "mtime", "LastModified", "created")  # services tell versions by one of these
-        versions = {name: [str(info.get(stamp)) for stamp in stamps] for name, info in infos.items()}
+        paths = [root] if is_file else sorted(f for f in fs.ls(root, detail=False) if f.endswith(kinds))
+        versions = {path.rpartition("/")[2]: fs.ukey(path) for path in paths}  # size, ETag and the like, as a hash
         if not versions:
             raise UserError(f"{url} has no .bin or .txt files: name a folder of token shards or texts, or a file")
         copy = find_copy(url)
@@ -178,16 +169,17 @@ def fetch(url: str) -> Path:
             held = read_json(record, 2**24) if record.exists() else {}
             for name in held.keys() - versions:
                 (directory / name).unlink(missing_ok=True)
-            held = {name: version for name, version in held.items() if (directory / name).exists()}
-            for name, info in infos.items():
-                if held.get(name) != versions[name]:
-                    LOG.warning("downloading %s: %s", info["name"], f"{info['size'] / 1e6:,.0f} MB")  # so that it shows
-                    with fs.open(info["name"], "rb") as source, open_whole(directory / name) as out:
-                        shutil.copyfileobj(source, out, CHUNK)
-                        if out.tell() != info["size"]:
-                            raise OSError(f"{name} ended after {out.tell()} of {info['size']} bytes")
-                    held[name] = versions[name]
-                    write_whole(record, json.dumps(held))
+            for path, (name, stamp) in zip(paths, versions.items(), strict=True):
+                if held.get(name) == stamp and (directory / name).exists():
+                    continue
+                size = fs.info(path)["size"]
+                LOG.warning("downloading %s: %s", path, f"{size / 1e6:,.0f} MB")  # a warning, so that it shows
+                with fs.open(path, "rb") as source, open_whole(directory / name) as out:
+                    shutil.copyfileobj(source, out, CHUNK)
+                    if out.tell() != size:
+                        raise OSError(f"{name} ended after {out.tell()} of {size} bytes")
+                held[name] = stamp
+                write_whole(record, json.dumps(held))
     except ImportError as e:
         raise UserError(f"{url} needs another package: python -m pip install 'jaxgpt[remote]' ({e})") from None
     except UserError:
@@ -278,23 +270,3 @@ def _python_docs() -> str:
     from pydoc_data import topics
 
     return "\n\n".join(topics.topics[name].strip("\n") for name in sorted(topics.topics)) + "\n"
-
-
-def _python_questions() -> str:
-    """Return conversations as JSON lines: "What is X?", answered by the first sentence of X's section in the reference.
-
-    There are about 215, in an order that is shuffled but fixed, so that every kind is held out.
-    """
-    heading = r"^(\S.{2,59})\n([*=~-])\2+\n\n((?:[A-Z].*\n)(?:\S.*\n)*)"
-    definition = r"^( *)((?:[a-z]\w*\.)+\w+)(?:\(.*\))?\n\n((?:\1   \S.*\n)+)"
-    text, found = _python_docs(), {}
-    for match in (*re.finditer(heading, text, re.M), *re.finditer(definition, text, re.M)):
-        name = match[1].strip() or match[2]
-        sentence = re.match(r"[A-Z].{20,250}?\.(?= [A-Z]|$)", " ".join(match[3].split()))
-        if sentence is not None:
-            found.setdefault(name, sentence[0])
-    pairs = sorted(found.items(), key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
-    turns = (
-        ({"role": "user", "content": f"What is {name}?"}, {"role": "assistant", "content": x}) for name, x in pairs
-    )
-    return "".join(json.dumps({"messages": messages}) + "\n" for messages in turns)

@@ -22,7 +22,7 @@ from jaxgpt.config import DataConfig, TrainConfig
 from jaxgpt.config.presets import CONTEXT_OF_WEIGHTS, finetune, quickstart
 from jaxgpt.data.tokenizer import CharTokenizer, fingerprint
 from tests.conftest import REPOSITORY
-from tests.helpers import chat_file, edit_record, run_command
+from tests.helpers import chat_file, edit_record, run_command, script
 
 SMALL = """
     --model.n-layer 1 --model.n-head 2 --model.n-embd 8 --model.block-size 8 --optim.warmup-steps 1 --train.steps 2
@@ -101,7 +101,8 @@ def test_a_chat_without_a_prompt_reads_standard_input(monkeypatch, typed, turn):
 
 def test_the_default_context_holds_the_longest_conversation(tmp_path):
     """That of the documentation in characters has 300, and one that is given, or that weights have, stays."""
-    chat = ["--data.corpus", "python-docs.jsonl"]
+    chat = [f"--data.path={tmp_path / 'questions.jsonl'}"]
+    (tmp_path / "questions.jsonl").write_text(script("python_questions").make_questions())
 
     def context(*words):
         return choose_context(bind_command("train", *words).keywords["experiment"]).model.block_size

@@ -20,7 +20,7 @@ from jaxgpt.data.template import ETX, PLAIN
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.loss import make_loss
-from tests.helpers import TINY, chat_file, make_model
+from tests.helpers import TINY, chat_file, make_model, script
 
 T = 112  # tokens, of which the longest conversation takes nearly all
 
@@ -282,8 +282,9 @@ def test_what_is_cut_is_said(tmp_path):
     assert len(prepare(DataConfig(path=str(path), tokenizer="byte"), block_size=sizes[-1]).notes) == 1
 
 
-def test_questions_about_python_are_always_there():
-    dataset = prepare(DataConfig(corpus="python-docs.jsonl"), block_size=320)
+def test_questions_about_python_are_always_there(tmp_path):
+    (tmp_path / "chats.jsonl").write_text(script("python_questions").make_questions())
+    dataset = prepare(DataConfig(path=str(tmp_path / "chats.jsonl")), block_size=320)
     assert len(dataset.notes) == 1  # none is cut
     ids, answers = dataset.train.read(0)
     written = dataset.tokenizer.decode(ids)

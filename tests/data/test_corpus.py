@@ -104,7 +104,7 @@ def test_pythons_documentation_is_always_there():
 
 
 def test_an_unknown_corpus_is_told():
-    known = "python-docs, python-docs.jsonl, shakespeare"
+    known = "python-docs, shakespeare"
     with pytest.raises(UserError, match=f"unknown corpus 'bible': known are {known}"):
         find_corpus_files("bible")
 
