@@ -53,17 +53,16 @@ def find_validation_prompt(path: str, val_fraction: float) -> str:
 
 
 def _messages(value: Any, where: str) -> list[Message]:
-    for name, conversion in CONVERSIONS.items():
-        if isinstance(value, dict) and name in value and "messages" not in value:
-            raise UserError(
-                f"{where}: got {name}, {SHAPE}. Convert it: jq -c '{{messages: {conversion}}}' OLD > NEW.jsonl"
-            )
-    messages = value.get("messages") if isinstance(value, dict) else None
+    fields = value if isinstance(value, dict) else {}
+    messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
-        got = f"messages={short(messages)}" if isinstance(value, dict) and "messages" in value else short(value)
-        columns = [name for name in ("text", "content") if isinstance(value, dict) and isinstance(value.get(name), str)]
-        texts = f"; of texts, {advise_prepare(where.rpartition(':')[0], columns[0])}" if columns else ""
-        raise UserError(f"{where}: got {got}, {SHAPE}{texts}")
+        got, advice = f"messages={short(messages)}" if "messages" in fields else short(value), ""
+        for name, conversion in () if "messages" in fields else CONVERSIONS.items():
+            if name in fields:
+                got, advice = name, f". Convert it: jq -c '{{messages: {conversion}}}' OLD > NEW.jsonl"
+        if column := next((name for name in ("text", "content") if isinstance(fields.get(name), str)), None):
+            advice = f"; of texts, {advise_prepare(where.rpartition(':')[0], column)}"
+        raise UserError(f"{where}: got {got}, {SHAPE}{advice}")
     checked = [check_message(message, f"{where}: message {number}") for number, message in enumerate(messages, 1)]
     if not any(message["role"] == "assistant" and "weight" not in message for message in checked):
         raise UserError(

@@ -394,23 +394,28 @@ def _dtype(name: str, tokenizer: Tokenizer) -> type[np.generic]:
     return np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
 
 
+def _describe(directory: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the fingerprint of the arrays in a directory."""
+    sizes = {split: (directory / f"{split}.bin").stat().st_size for split in SPLITS}
+    lengths = {f"{split}_tokens": sizes[split] // np.dtype(_dtype(split, tokenizer)).itemsize for split in SPLITS}
+    digests = {f"{file.stem}_sha256": sha256(file) for file in sorted(directory.glob("*.bin"))}
+    return {**lengths, **digests, "tokenizer_sha256": fingerprint(tokenizer)}
+
+
 def read_tokens(directory: Path) -> Entry:
     """Return (arrays by name, tokenizer, fingerprint, counts) of an entry, after hashing it: 0.6 s per gigabyte.
 
     Raises `UserError` unless all of it is as it was written.
     """
-    files = sorted(directory.glob("*.bin"))
     with contextlib.suppress(
         OSError, ValueError, LookupError, TypeError, AttributeError
     ):  # a `UserError` is a ValueError
         meta, tokenizer = read_json(directory / "meta.json", 2**20), load_tokenizer(directory / "tokenizer.json")
-        found: dict[str, Any] = {f"{f.stem}_sha256": sha256(f) for f in files}
-        arrays: dict[str, np.ndarray] = {f.stem: np.memmap(f, _dtype(f.stem, tokenizer), "r") for f in files}
-        found |= {f"{split}_tokens": len(arrays[split]) for split in SPLITS}
-        found |= {"tokenizer_sha256": fingerprint(tokenizer)}
-        counts = dict(meta["about"])  # which earlier versions did not hash
-        if found == meta["fingerprint"] and meta.get("about_sha256") in (None, json_sha256(counts)):
-            return arrays, tokenizer, meta["fingerprint"], counts
+        made_of, counts = meta["fingerprint"], dict(meta["about"])
+        is_counted = meta.get("about_sha256") in (None, json_sha256(counts))  # earlier versions did not hash it
+        if is_counted and _describe(directory, tokenizer) == made_of:
+            files = directory.glob("*.bin")
+            return {f.stem: np.memmap(f, _dtype(f.stem, tokenizer), "r") for f in files}, tokenizer, made_of, counts
     raise UserError(f"the cached tokens in {directory} are damaged: delete that folder, to encode the text again")
 
 
@@ -437,29 +442,18 @@ def write_tokens(
     """
     make_cache(directory.parent)
     with tempfile.TemporaryDirectory(dir=directory.parent, ignore_cleanup_errors=True) as partial:
-        out = {name: (Path(partial) / f"{name}.bin").open("wb") for name in names}
-        lengths, digests = dict.fromkeys(out, 0), {name: hashlib.sha256() for name in out}
-        try:
+        folder = Path(partial)
+        with contextlib.ExitStack() as stack:
+            out = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in names}
             for name, piece in pieces:
-                raw = piece.astype(_dtype(name, tokenizer)).tobytes()
-                out[name].write(raw)
-                digests[name].update(raw)
-                lengths[name] += len(piece)
-        finally:
-            for file in out.values():
-                file.close()
+                out[name].write(piece.astype(_dtype(name, tokenizer)).tobytes())
+        made_of, about = _describe(folder, tokenizer), counts or {}
         for split in SPLITS:
-            if not lengths[split]:
+            if not made_of[f"{split}_tokens"]:
                 raise UserError(f"the {split} split is empty: the text is too short to split")
-        (Path(partial) / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-        made_of = {
-            **{f"{split}_tokens": lengths[split] for split in SPLITS},
-            **{f"{name}_sha256": digest.hexdigest() for name, digest in digests.items()},
-            "tokenizer_sha256": fingerprint(tokenizer),
-        }
-        about = counts or {}
+        (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
         meta = {"fingerprint": made_of, "about": about, "about_sha256": json_sha256(about)}
-        (Path(partial) / "meta.json").write_text(json.dumps(meta))
+        (folder / "meta.json").write_text(json.dumps(meta))
         try:
             os.replace(partial, directory)
         except OSError:

@@ -2,10 +2,10 @@
 
 Templates are untrusted programs. Jinja's sandbox keeps them from files and imports, but a single call in C, such as
 `7 ** 100000000`, can take hours or all memory, and no other thread can end it. So the limit of time is the end of this
-process, and the limit of memory is the process's own.
+process, by an alarm that nothing handles, and the limit of memory is the process's own.
 
-Each line of standard input is a request in JSON, `[source, variables]`, and gets a line of JSON: `{"text": ...}`, with OPEN
-and CLOSE around {% generation %} blocks, or `{"error": ...}`. Variables of null only compile the template.
+Each line of standard input is a request in JSON, `[source, variables, seconds]`, and gets a line of JSON: `{"text": ...}`,
+with OPEN and CLOSE around {% generation %} blocks, or `{"error": ...}`. Variables of null only compile the template.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 import datetime
 import functools
 import io
-import itertools
 import json
 import resource
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -86,9 +86,12 @@ def main() -> None:
     """Answer requests until standard input ends."""
     compile_source = functools.lru_cache(maxsize=8)(make_environment().from_string)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    lines = itertools.chain(['["", null]'], sys.stdin)  # the first answer says that it has started
-    for request in map(json.loads, lines):
-        sys.stdout.write(json.dumps(answer(compile_source, *request)) + "\n")
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # whatever the parent did with it
+    for source, variables, seconds in map(json.loads, sys.stdin):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        answered = answer(compile_source, source, variables)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.stdout.write(json.dumps(answered) + "\n")
         sys.stdout.flush()
 
 

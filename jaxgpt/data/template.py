@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import re
 import subprocess
@@ -100,6 +101,12 @@ class Written:
     contents: tuple[Span, ...]  # contents of the messages, in which special tokens written out are text
 
 
+def _join(pieces: Sequence[str]) -> tuple[str, tuple[Span, ...]]:
+    """Return (joined text, spans of every second piece in it)."""
+    ends = list(itertools.accumulate(map(len, pieces)))
+    return "".join(pieces), tuple(zip(ends[::2], ends[1::2], strict=False))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turns:
     """A template in which every turn is `before`, the content, `end` and a newline."""
@@ -111,19 +118,17 @@ class Turns:
 
     def write(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), prompt: bool = False) -> Written:
         """Render messages. `prompt` appends the header of an answer. Raises `UserError` if a content contains `end`."""
-        text, answers, contents = self.begin, [], []
-        for number, message in enumerate(spell_out(messages, tools), 1):
-            role, content = message["role"], message["content"]
-            if not self.special and self.end in content:
+        spelled, pieces = spell_out(messages, tools), [self.begin]
+        for number, message in enumerate(spelled, 1):
+            if not self.special and self.end in message["content"]:
                 raise UserError(f"message {number} has {self.end!r}, which ends a turn: take it out")
-            text += self._before(role)
-            contents.append((len(text), len(text) + len(content)))
-            text += content + self.end
-            if role == "assistant":
-                answers.append((contents[-1][0], len(text)))
-            text += "\n"
-        text += self._before("assistant") if prompt else ""
-        return Written(text=text, answers=tuple(answers), contents=tuple(contents))
+            pieces[-1] += self._before(message["role"])
+            pieces += [message["content"], self.end + "\n"]
+        pieces[-1] += self._before("assistant") if prompt else ""
+        text, contents = _join(pieces)
+        own = [span for span, message in zip(contents, spelled, strict=True) if message["role"] == "assistant"]
+        answers = tuple((start, end + len(self.end)) for start, end in own)
+        return Written(text=text, answers=answers, contents=contents)
 
     def _before(self, role: str) -> str:
         return self.before.format(role=role, Role=role.capitalize())
@@ -171,9 +176,7 @@ RENDERING = threading.Lock()
 def start_renderer() -> Any:
     """Return the process that renders templates. In a session of its own, it gets no Ctrl-C."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    process: Any = subprocess.Popen([sys.executable, "-P", render.__file__], text=True, start_new_session=True, **pipes)
-    process.stdout.readline()
-    return process
+    return subprocess.Popen([sys.executable, "-P", render.__file__], text=True, start_new_session=True, **pipes)
 
 
 def render_template(source: str, variables: dict[str, Any] | None) -> str:
@@ -185,15 +188,12 @@ def render_template(source: str, variables: dict[str, Any] | None) -> str:
         raise UserError("this tokenizer's chat template needs jinja2: python -m pip install 'jaxgpt[chat]'")
     with RENDERING:
         process, line = start_renderer(), ""
-        timer = threading.Timer(SECONDS, process.kill)
-        timer.start()
         try:
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(json.dumps([source, variables]) + "\n")
+                process.stdin.write(json.dumps([source, variables, SECONDS]) + "\n")
                 process.stdin.flush()
                 line = process.stdout.readline()
         finally:
-            timer.cancel()
             if not line:  # it has ended, or Ctrl-C came before its answer
                 start_renderer.cache_clear()
                 process.kill()
@@ -216,20 +216,12 @@ class Jinja:
 
     def _text(
         self, messages: Sequence[Message], tools: Sequence[Tool], *, prompt: bool = False
-    ) -> tuple[str, list[Span]]:
+    ) -> tuple[str, tuple[Span, ...]]:
         """Return (rendered text, spans of its {% generation %} blocks)."""
         given = {"messages": list(messages), "tools": list(tools) or None, "add_generation_prompt": prompt}
         source = (tools and self.tool_source) or self.source
         rendered = render_template(source, {**given, "documents": None, **self.tokens})
-        text, spans = "", []
-        for part in re.split(f"([{OPEN}{CLOSE}])", rendered):
-            if part == OPEN:
-                spans.append((len(text), len(text)))
-            elif part == CLOSE:
-                spans[-1] = (spans[-1][0], len(text))
-            else:
-                text += part
-        return text, spans
+        return _join(re.split(f"[{OPEN}{CLOSE}]", rendered))
 
     def write(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), prompt: bool = False) -> Written:
         """Render messages: see `Turns.write`.
@@ -250,8 +242,8 @@ class Jinja:
                 raise UserError(f"its chat template does not write {what}: leave it out, or give another template")
         if not answers and not prompt:
             own = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
-            answers = [self._answer(messages, tools, n, text) for n in own]
-        return Written(text=text, answers=tuple(answers), contents=self._contents(messages, tools, text, prompt))
+            answers = tuple(self._answer(messages, tools, n, text) for n in own)
+        return Written(text=text, answers=answers, contents=self._contents(messages, tools, text, prompt))
 
     def _answer(self, messages: Sequence[Message], tools: Sequence[Tool], number: int, text: str) -> Span:
         """Return the span that an answer adds to its prompt, up to a last special token followed only by whitespace."""
@@ -279,13 +271,10 @@ class Jinja:
         except UserError:  # the template inspects contents
             parts = []
         for trimmed in (str, str.strip, str.rstrip, str.lstrip):  # what templates do to contents
-            filled, spans = "", []
-            for n, part in enumerate(parts):
-                piece = trimmed(contents[int(part)]) if n % 2 else part
-                spans += [(len(filled), len(filled) + len(piece))] if n % 2 else []
-                filled += piece
+            pieces = (trimmed(contents[int(part)]) if n % 2 else part for n, part in enumerate(parts))
+            filled, spans = _join(list(pieces))
             if filled == text:
-                return tuple(spans)
+                return spans
         for number, content in enumerate(contents, 1):
             if token := next((s for s in self.specials if s in content), None):
                 raise UserError(
