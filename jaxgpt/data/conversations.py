@@ -146,9 +146,10 @@ def tokenise(written: Written, tokenizer: Tokenizer) -> tuple[np.ndarray, np.nda
     specials = index_specials(tokenizer)
     own, forged, ends = [], False, [b for _, b in written.contents]
     for n in np.flatnonzero(np.isin(ids, list(specials))):
+        token = specials[int(ids[n])]
         start, end = at[n]
-        start += max(written.text[start:end].find(specials[int(ids[n])]), 0)  # skip spaces that the token may include
-        end = start + len(specials[int(ids[n])])
+        start += max(written.text[start:end].find(token), 0)  # skip spaces that the token may include
+        end = start + len(token)
         content = bisect.bisect_right(ends, start)  # the first that ends after the start. They follow each other
         if content < len(ends) and written.contents[content][0] < end:
             forged = True

@@ -361,9 +361,8 @@ def _entry(spec: dict[str, Any]) -> Path:
 def _find_entry(known: dict[str, Any], is_packed: bool) -> Entry | None:
     """Return the entry with a known fingerprint, whatever text it was made from, or None if there is none undamaged."""
     for meta in sorted((cache_directory() / "tokens").glob("*/meta.json")):
-        with contextlib.suppress(
-            UserError, LookupError, TypeError
-        ):  # of an earlier version, just being written, damaged
+        # It may be of an earlier version, damaged, or just being written.
+        with contextlib.suppress(UserError, LookupError, TypeError):
             held = read_json(meta, 2**20)["fingerprint"]
             if ("train_ends_sha256" in held) == is_packed and _is_same(held, known):
                 try:
@@ -407,9 +406,7 @@ def read_tokens(directory: Path) -> Entry:
 
     Raises `UserError` unless all of it is as it was written.
     """
-    with contextlib.suppress(
-        OSError, ValueError, LookupError, TypeError, AttributeError
-    ):  # a `UserError` is a ValueError
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # and so `UserError`
         meta, tokenizer = read_json(directory / "meta.json", 2**20), load_tokenizer(directory / "tokenizer.json")
         made_of, counts = meta["fingerprint"], dict(meta["about"])
         is_counted = meta.get("about_sha256") in (None, json_sha256(counts))  # earlier versions did not hash it
@@ -422,10 +419,8 @@ def read_tokens(directory: Path) -> Entry:
 def _from_entry(entry: Entry) -> Dataset:
     arrays, tokenizer, made_of, counts = entry
     train, val = (Tokens([arrays[split]]) for split in SPLITS)
-    characters, raw = counts.get("val_characters"), counts.get("val_bytes")
-    return Dataset(
-        train=train, val=val, tokenizer=tokenizer, fingerprint=made_of, val_characters=characters, val_bytes=raw
-    )
+    counted = {name: counts.get(name) for name in ("val_characters", "val_bytes")}
+    return Dataset(train=train, val=val, tokenizer=tokenizer, fingerprint=made_of, **counted)
 
 
 def write_tokens(

@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import itertools
 import re
-import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,9 @@ OTHER_KINDS = {
     b"\x93NUMPY": "a NumPy array (.npy): write its values with array.astype(np.uint16).tofile(...)",
     b"PK\x03\x04": "a zip archive (or .npz, or a PyTorch file)",
     b"\x1f\x8b\x08": "gzip: unpack it first",
-    b"\x28\xb5\x2f\xfd": "zstandard: unpack it first",
-    b"PAR1": "Parquet: it holds text or columns, not bare tokens",
-    b"ARROW1": "Arrow: it holds columns, not bare tokens",
-    b"\x89HDF\r\n": "HDF5",
 }
+
+CONTROL = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f]")  # characters that no text has
 
 # A shell command. The ids of nanoGPT's characters are their ranks, as in our tokenizer.
 FROM_NANOGPT = (
@@ -74,7 +71,7 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
     beside, index = folder / "tokenizer.json", read_index(folder)
     if index is not None and index["at"] is not None and root.is_dir():
         raise UserError(f"{root} is not complete: jaxgpt prepare was interrupted, and the same command goes on")
-    text = next((p for p in sorted(root.rglob("*.txt")) if p.is_file()), None) if root.is_dir() else None
+    text = next((p for p in sorted(root.rglob("*.txt")) if p.is_file()), None)
     if config.tokenizer == "ids":
         if vocab_size is None:
             raise UserError("tokenizer ids needs --model.vocab-size N: token files do not record the vocabulary size")
@@ -117,9 +114,10 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
             share = f"{100 * config.val_fraction:g}%"
             notes.append(f"no file is named val: of the {len(files)} files the last {share} of the tokens are held out")
     counted: dict[str, int] = {}
-    made = {s["file"] for s in index["shards"] if s["file"].startswith("val")} if index is not None else set()
-    if index is not None and made and {f.name for f in held_out} == made:
-        counted = index.get("text", {}).get("val", counted)  # which earlier versions did not count
+    if index is not None and held_out:
+        made = [s["file"] for s in index["shards"] if s["file"].startswith("val")]
+        if sorted(made) == [f.name for f in held_out]:
+            counted = index.get("text", {}).get("val", counted)  # which earlier versions did not count
     lengths = {"train_tokens": sum(map(len, train)), "val_tokens": sum(map(len, val))}
     return Dataset(
         train=Tokens(train),
@@ -185,8 +183,10 @@ def open_shard(path: Path) -> np.ndarray:
         size = f.seek(0, 2)
         f.seek(0)
         head = f.read(4096)
-    if len(head) >= 12 and (magic := int.from_bytes(head[:4], "little")) in LLMC_MAGIC:
-        dtype, offset = np.dtype(LLMC_MAGIC[magic]), LLMC_HEADER_BYTES
+    magic = int.from_bytes(head[:4], "little") if len(head) >= 12 else 0
+    dtype, offset = np.dtype(LLMC_MAGIC.get(magic, np.uint16)), 0
+    if magic in LLMC_MAGIC:
+        offset = LLMC_HEADER_BYTES
         tokens, held = int.from_bytes(head[8:12], "little", signed=True), max(size - offset, 0)
         if held != tokens * dtype.itemsize:
             raise UserError(
@@ -195,28 +195,28 @@ def open_shard(path: Path) -> np.ndarray:
             )
         if not tokens:
             raise UserError(f"{path} holds no tokens, only llm.c's header")
-    else:
-        dtype, offset = np.dtype(np.uint16), 0
-        kind = next((kind for magic, kind in OTHER_KINDS.items() if head.startswith(magic)), None)
-        if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:
-            kind = "safetensors: it holds weights"
-        elif len(head) >= 16 and kind is None:
-            with contextlib.suppress(UnicodeDecodeError):  # not final: the piece may end within a character
-                text = codecs.getincrementaldecoder("utf-8")().decode(head)
-                if all(unicodedata.category(c) != "Cc" or c in "\t\n\r\f" for c in text):
-                    kind = "text: name it .txt"
-        if kind is not None:
-            raise UserError(
-                f"{path} is not a token file but {kind}. A .bin needs bare token ids, as nanoGPT and llm.c write them"
-            )
-        if size == 0 or size % 2:
-            raise UserError(
-                f"{path}: {size} bytes are not whole 16-bit tokens (nanoGPT's .bin); is the file cut short? Fetch it again."
-            )
+    elif kind := _find_kind(head):
+        raise UserError(
+            f"{path} is not a token file but {kind}. A .bin needs bare token ids, as nanoGPT and llm.c write them"
+        )
+    elif size == 0 or size % 2:
+        raise UserError(
+            f"{path}: {size} bytes are not whole 16-bit tokens (nanoGPT's .bin); is the file cut short? Fetch it again."
+        )
     try:
         return np.memmap(path, dtype=dtype, mode="r", offset=offset)
     except (OSError, ValueError) as e:
         raise UserError(f"cannot read {path}: {e}") from None
+
+
+def _find_kind(head: bytes) -> str | None:
+    """Return what a file is that begins so, if it is not bare tokens."""
+    kind = next((kind for magic, kind in OTHER_KINDS.items() if head.startswith(magic)), None)
+    with contextlib.suppress(UnicodeDecodeError):  # not final: the piece may end within a character
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)
+        if len(head) >= 16 and not CONTROL.search(text):
+            return "text: name it .txt"
+    return kind
 
 
 def scan(path: Path, tokens: np.ndarray, limit: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -232,18 +232,31 @@ class Jinja:
         spelled = json.dumps([tools, others], ensure_ascii=False) if tools or any(others) else ""
         if token := next((token for token in self.specials if token in spelled), None):
             raise UserError(f"the tools or their calls have {token!r}, a special token: take it out")
+        self._check_tools(messages, tools, prompt)
         text, answers = self._text(messages, tools, prompt=prompt)
-        for what, fewer, offered in _leave_out(messages, tools):
-            try:
-                is_same = self._text(fewer, offered, prompt=prompt)[0] == text
-            except UserError:  # it needs what was left out
-                continue
-            if is_same:
-                raise UserError(f"its chat template does not write {what}: leave it out, or give another template")
         if not answers and not prompt:
             own = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
             answers = tuple(self._answer(messages, tools, n, text) for n in own)
         return Written(text=text, answers=answers, contents=self._contents(messages, tools, text, prompt))
+
+    def _check_tools(self, messages: Sequence[Message], tools: Sequence[Tool], prompt: bool) -> None:
+        """Raise `UserError` for tools, calls and results that are not written, by rendering words in place of them."""
+        hidden, offered = json.loads(json.dumps([messages, tools]))  # nothing is shared, since it is changed
+        found = [(tool["function"], "name", "tools") for tool in offered]
+        for n, message in enumerate(hidden, 1):
+            calls = enumerate(message.get("tool_calls", ()), 1)
+            found += [(call["function"], "name", f"call {k} of message {n}") for k, call in calls]
+            if message["role"] == "tool":
+                found.append((message, "content", f"message {n}, the result of a tool"))
+        for number, (held, field, _) in enumerate(found):
+            held[field] = f"hidden_{number}_"
+        try:
+            text = self._text(hidden, offered, prompt=prompt)[0] if found else ""
+        except UserError:  # the template inspects them
+            return
+        for number, (_, _, place) in enumerate(found):
+            if f"hidden_{number}_" not in text:
+                raise UserError(f"its chat template does not write {place}: leave it out, or give another template")
 
     def _answer(self, messages: Sequence[Message], tools: Sequence[Tool], number: int, text: str) -> Span:
         """Return the span that an answer adds to its prompt, up to a last special token followed only by whitespace."""
@@ -291,22 +304,6 @@ class Jinja:
 
 
 ChatTemplate = Turns | Jinja
-
-
-def _leave_out(
-    messages: Sequence[Message], tools: Sequence[Tool]
-) -> Iterator[tuple[str, Sequence[Message], Sequence[Tool]]]:
-    """Yield (what is left out, messages, tools) without the tools, without each call, and without each result."""
-    if tools:
-        yield "tools", messages, ()
-    for n, message in enumerate(messages):
-        if message["role"] == "tool":
-            yield f"message {n + 1}, the result of a tool", [*messages[:n], *messages[n + 1 :]], tools
-        calls = message.get("tool_calls", ())
-        for k in range(len(calls)):
-            others = {"tool_calls": [*calls[:k], *calls[k + 1 :]]} if len(calls) > 1 else {}
-            rest = {name: held for name, held in message.items() if name != "tool_calls"} | others
-            yield f"call {k + 1} of message {n + 1}", [*messages[:n], rest, *messages[n + 1 :]], tools
 
 
 def find_template(tokenizer: Tokenizer, directory: Path | None, *, is_own: bool = False) -> ChatTemplate:

@@ -205,8 +205,8 @@ class BPETokenizer(Tokenizer):
         if not self.is_splittable:
             for text in texts:
                 _encode_utf8(text)
-            encode = functools.partial(self._tokenizer.encode_batch_fast, add_special_tokens=False)
-            found = _call_library(encode, list(texts), what="the tokenizer cannot read the text")
+            encode, what = self._tokenizer.encode_batch_fast, "the tokenizer cannot read the text"
+            found = _call_library(encode, list(texts), add_special_tokens=False, what=what)
             return [np.array(encoding.ids, dtype=np.int32) for encoding in found]
         # The library creates objects for each occurrence of a word, and takes more than twice the time.
         ids = (bytearray().join(map(self._encode_word, split_words(text))) for text in texts)

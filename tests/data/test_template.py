@@ -204,19 +204,19 @@ def test_templates_lie_beside_the_tokenizer(tmp_path):
         return find_template(tokenizer, tmp_path)
 
     assert found("{{ eos_token }}{{ bos_token }}{{ pad_token }}").write([], prompt=True).text == "</s><s>"
-    named = [{"name": "default", "template": "usual"}, {"name": "tool_use", "template": "{{ tools[0].type }}"}]
+    named = [{"name": "default", "template": "usual"}, {"name": "tool_use", "template": "{{ tools[0].function.name }}"}]
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
     assert found(named[:1]).config() == {"chat_template": "usual", **tokens}
     assert found(named[::-1]).config() == {"chat_template": named, **tokens}
     tool = {"type": "function", "function": {"name": "a"}}
-    assert [found(named).write(user("x"), tools=tools).text for tools in ((), [tool])] == ["usual", "function"]
+    assert [found(named).write(user("x"), tools=tools).text for tools in ((), [tool])] == ["usual", "a"]
     (tmp_path / "additional_chat_templates").mkdir()
-    (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("{{ tools | length }}")
-    assert [found("old").write(user("x"), tools=tools).text for tools in ((), [tool])] == ["old", "1"]
+    (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("{{ tools | tojson }}")
+    assert [found("old").write(user("x"), tools=tools).text for tools in ((), [tool])] == ["old", json.dumps([tool])]
     write_template(tmp_path, found("old").config())  # as a run has it
     assert not (tmp_path / "additional_chat_templates/tool_use.jinja").exists()
     again = find_template(tokenizer, tmp_path, is_own=True)
-    assert again.config()["chat_template"][1]["template"] == "{{ tools | length }}"
+    assert again.config()["chat_template"][1]["template"] == "{{ tools | tojson }}"
     (tmp_path / "chat_template.jinja").write_text("newer")
     assert found("older").source == "newer"
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
