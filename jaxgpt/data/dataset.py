@@ -419,8 +419,11 @@ def read_tokens(directory: Path) -> Entry:
 def _from_entry(entry: Entry) -> Dataset:
     arrays, tokenizer, made_of, counts = entry
     train, val = (Tokens([arrays[split]]) for split in SPLITS)
-    counted = {name: counts.get(name) for name in ("val_characters", "val_bytes")}
-    return Dataset(train=train, val=val, tokenizer=tokenizer, fingerprint=made_of, **counted)
+    characters = counts.get("val_characters")
+    raw = counts.get("val_bytes")
+    return Dataset(
+        train=train, val=val, tokenizer=tokenizer, fingerprint=made_of, val_characters=characters, val_bytes=raw
+    )
 
 
 def write_tokens(
