@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-from flax import struct
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import CheckpointSaveError, UserError, reason_of, shell_line
@@ -78,7 +77,7 @@ class Checkpoints:
             raise UserError(f"{self._directory}: its path has {why}: rename that directory, or name another")
         self._keep_last, self._keep_every = keep_last, keep_every
         self._writer: ocp.AsyncCheckpointer | None = None
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = ThreadPoolExecutor(1)  # which has no thread before it has work
         self._sealing: Future | None = None
 
     def steps(self) -> list[int]:
@@ -100,10 +99,14 @@ class Checkpoints:
             raw = read_bytes(path, 2**28)  # as of about a million arrays
         except UserError as e:
             raise CorruptCheckpoint(str(e)) from None
-        with contextlib.suppress(ValueError, RecursionError, AttributeError):
+        with contextlib.suppress(ValueError, RecursionError, AttributeError, KeyError, TypeError):
             body = json.loads(raw)
-            if body.pop("sha256", None) and _render(body).encode() == raw and _is_manifest(body):
-                return body
+            is_sealed = body.pop("sha256", None) and _render(body).encode() == raw
+            if is_sealed and body["format"] == FORMAT and isinstance(body["val_loss"], float | None):
+                measured = {(type(size), type(digest)) for size, digest in body["files"].values()}
+                described = {type(x) for name in (PARAMS, REST) for x in body["arrays"][name].values()}
+                if measured <= {(int, str)} and described <= {str}:
+                    return body
         raise CorruptCheckpoint(f"{path} is not what was written: its own SHA-256 does not match, or a field's type")
 
     def check_depth(self, model: GPTConfig) -> None:
@@ -135,10 +138,10 @@ class Checkpoints:
     def verify(self, step: int) -> None:
         """Raise `CorruptCheckpoint` for the first file of a checkpoint that is not what was saved."""
         directory, manifest = self._directory / str(step), self.manifest(step)
-        found, stated = _measure(directory), manifest["files"]
+        found = _measure(directory)
         if lost := _find_unmerged(manifest):
             raise CorruptCheckpoint(f"{directory} was saved without {lost}")
-        for name, (size, digest) in stated.items():
+        for name, (size, digest) in manifest["files"].items():
             if [size, digest] != found.get(name):
                 raise CorruptCheckpoint(f"{directory / name} is not what was saved: {size:,} bytes, SHA-256 {digest}")
 
@@ -161,8 +164,7 @@ class Checkpoints:
                     damaged[step] = str(e)
                 continue
             for bad, reason in damaged.items():
-                message = f"checkpoint {bad} is damaged, so {step} is used: {reason}"
-                warnings.warn(message, UserWarning, stacklevel=2)
+                warnings.warn(f"checkpoint {bad} is damaged, so {step} is used: {reason}", stacklevel=2)
             return step
         for step, reason in damaged.items():
             raise UserError(f"checkpoint {step} is damaged, and no other is good: {reason}. Restore it from a copy.")
@@ -202,8 +204,8 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         self.wait()
-        if self._writer is None or self._pool is None:
-            self._writer, self._pool = ocp.AsyncCheckpointer(_handler(items)), ThreadPoolExecutor(1)
+        if self._writer is None:
+            self._writer = ocp.AsyncCheckpointer(_handler(items))
         partial, is_first = self._directory / f"{step}.saving", multihost.is_process_0()
         try:
             if is_first:
@@ -267,8 +269,8 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            if self._writer is not None and self._pool is not None:
-                self._pool.shutdown()
+            self._pool.shutdown()
+            if self._writer is not None:
                 with contextlib.suppress(Exception):  # a failed save, which `wait` has raised
                     self._writer.close()
 
@@ -378,17 +380,6 @@ def _literal(directory: Path) -> Any:
             return map(type(self), Path(self).glob(pattern))
 
     return LiteralPath(directory)
-
-
-def _is_manifest(body: dict[str, Any]) -> bool:
-    """Return whether the fields of a manifest that are read have the types that are written."""
-    arrays, files, loss = body.get("arrays"), body.get("files", []), body.get("val_loss")
-    trees: list[Any] = [arrays.get(name) for name in (PARAMS, REST)] if isinstance(arrays, dict) else [None]
-    if body.get("format") != FORMAT or not all(isinstance(x, dict) for x in (files, *trees)):
-        return False
-    measured = [isinstance(x, list) and [type(part) for part in x] == [int, str] for x in files.values()]
-    described = [isinstance(x, str) for tree in trees for x in tree.values()]
-    return isinstance(loss, float | None) and all(measured) and all(described)
 
 
 def _find_unmerged(manifest: dict[str, Any]) -> str | None:

@@ -32,14 +32,18 @@ class RunLog:
 
         callbacks: see `jaxgpt.fit`. show: display the lines as well.
         """
-        model, config, devices = training.experiment.model, training.experiment.train, training.trainer.strategy.devices
-        self._config, self._start, self._tokens_per_step = config, start, config.batch_size * model.block_size
-        self._callbacks, self._directory = callbacks, training.metrics.parent
+        model, config = training.experiment.model, training.experiment.train
+        self._config, self._start, self._callbacks = config, start, callbacks
+        self._directory = training.metrics.parent
+        self._tokens_per_step = config.batch_size * model.block_size
         self.val_losses: dict[str, float] = {}  # the sources' of a mixture, at the next validation to be logged
         self.lines = read_metrics(training.metrics)  # losses of this session are appended
         limits = PEAKS.get(device_kind())  # None for an unknown device, without MFU
         flops = train_flops_per_token(model, *training.trainer.parameters)
-        self._mfu_of_rate = None if limits is None or flops is None else flops / (limits.flops * len(devices))
+        devices = training.trainer.strategy.devices
+        self._mfu_of_rate = None
+        if limits is not None and flops is not None:
+            self._mfu_of_rate = flops / (limits.flops * len(devices))
         self.clock = Clock(max((line.get("seconds") or 0.0 for line in self.lines), default=0.0))
         self._logged_at = (start, self.clock.working())
         self._file = MetricsFile(training.metrics if multihost.is_process_0() else None)
@@ -71,28 +75,29 @@ class RunLog:
             replay = shell_line("jaxgpt", "replay", self._directory, "--step", step)
             self.say(f"step {step} skipped: {line['skipped']}. To see where it began: {replay}")
         elif "val_loss" in line:
-            line = line | ({"val_losses": self.val_losses} if self.val_losses else {})
+            if self.val_losses:
+                line = line | {"val_losses": self.val_losses}
             self._write(line)
             self.lines.append(line)
             each = ", ".join(f"{Path(name).name} {loss:.3f}" for name, loss in self.val_losses.items())
-            self._update(step, val=f"val {line['val_loss']:.3f}" + (f" ({each})" if each else ""))
+            self._values["val"] = f"val {line['val_loss']:.3f}" + (f" ({each})" if each else "")
         elif step % self._config.log_every == 0 or step == steps:
             then, at = self._logged_at
             self._logged_at = (step, self.clock.working())
             tokens = (step - then) * self._tokens_per_step
             # Not measured at the first step of a session, which is mostly compilation.
             rate = None if step == self._start + 1 else tokens / max(self._logged_at[1] - at, 1e-9)
-            more = {
-                "tokens_per_second": rate,
-                "mfu": None if rate is None or self._mfu_of_rate is None else rate * self._mfu_of_rate,
-                "seconds": self.clock.total(),
-            }
+            mfu = None if rate is None or self._mfu_of_rate is None else rate * self._mfu_of_rate
+            more = {"tokens_per_second": rate, "mfu": mfu, "seconds": self.clock.total()}
             self._write({"step": step, "tokens": step * self._tokens_per_step} | line | more)
             self.lines.append({"step": step, "loss": line["loss"]})
-            self._update(step, loss=f"loss {line['loss']:.3f}", rate="" if rate is None else f"{rate:,.0f} tokens/s")
+            self._values["rate"] = "" if rate is None else f"{rate:,.0f} tokens/s"
+        if "loss" in line:
+            self._values["loss"] = f"loss {line['loss']:.3f}"
+        values = " · ".join(value for value in self._values.values() if value)
+        self._bar.update(self._task, completed=step, values=values or "compiled")
         now = time.monotonic()
         if self._bar.disable and ("val_loss" in line or ("loss" in line and now - self._said > QUIET)):
-            values = self._update(step, **({"loss": f"loss {line['loss']:.3f}"} if "loss" in line else {}))
             left = int((now - self._began) / max(1, step - self._start) * (steps - step))
             self.say(f"step {step}/{steps} · {values} · {left // 60}:{left % 60:02d} left")
 
@@ -104,13 +109,6 @@ class RunLog:
         """Hand a line to the callbacks."""
         for callback in self._callbacks:
             callback(line)
-
-    def _update(self, step: int, **values: str) -> str:
-        """Update the values of the bar, and return them."""
-        self._values |= values
-        text = " · ".join(value for value in self._values.values() if value)
-        self._bar.update(self._task, completed=step, values=text)
-        return text
 
     def say(self, text: str) -> None:
         """Display a line of text, above the bar."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import math
@@ -60,26 +59,25 @@ def parse_metrics(path: Path) -> tuple[list[dict[str, Any]], str]:
     lines, damaged = [], 0
     with open_file(path) as f:
         for raw in f:
-            line = None
-            with contextlib.suppress(ValueError, RecursionError):
+            try:
                 line = json.loads(raw)
-            if _is_line(line):
                 line.pop("crc32", None)  # earlier versions wrote a checksum
+                _check_line(**line)
                 lines.append(line)
-            else:
+            except (ValueError, RecursionError, TypeError, AttributeError):
                 damaged += raw.endswith(b"\n")
     return lines, f"{path}: {damaged} of {len(lines) + damaged} lines are damaged and left out" if damaged else ""
 
 
-def _is_line(line: Any) -> bool:
-    """Return whether a JSON value is a line: a step, and numbers, the reason of a skipped step, or losses by source."""
-    if not isinstance(line, dict) or type(step := line.get("step")) is not int or not 0 <= step <= LARGEST_STEP:
-        return False
-    numbers = [value for name, value in line.items() if name not in ("skipped", "val_losses")]
-    by_source = line.get("val_losses", {})
-    if not isinstance(line.get("skipped", ""), str) or not isinstance(by_source, dict):
-        return False
-    return all(x is None or (type(x) in (int, float) and abs(x) <= LARGEST) for x in (*numbers, *by_source.values()))
+def _check_line(step: Any, skipped: Any = "", val_losses: Any = {}, **numbers: Any) -> None:  # noqa: B006
+    """Raise `TypeError` or `AttributeError` unless a line has a step, and nothing that `MetricsFile` does not write.
+
+    skipped: the reason of a skipped step. val_losses: losses by source.
+    """
+    values = [x for x in (step, *numbers.values(), *val_losses.values()) if x is not None]
+    is_good = all(type(x) in (int, float) and abs(x) <= LARGEST for x in values)
+    if not (is_good and type(step) is int and 0 <= step <= LARGEST_STEP and isinstance(skipped, str)):
+        raise TypeError
 
 
 def rewind_metrics(path: Path, step: int) -> None:
