@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+from flax import struct
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import CheckpointSaveError, UserError, reason_of, shell_line
