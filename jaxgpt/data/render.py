@@ -14,7 +14,6 @@ import datetime
 import functools
 import io
 import json
-import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -84,6 +83,8 @@ def answer(compile_source: Callable[[str], Any], source: str, variables: dict[st
 
 def main() -> None:
     """Answer requests until standard input ends."""
+    import resource  # Windows has none
+
     compile_source = functools.lru_cache(maxsize=8)(make_environment().from_string)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # whatever the parent did with it
