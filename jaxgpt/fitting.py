@@ -24,7 +24,6 @@ from jaxgpt.hf.source import keep_companions
 from jaxgpt.parallel import multihost
 from jaxgpt.parallel.device import device_kind, first_device
 from jaxgpt.parallel.jax_setup import configure_jax
-from jaxgpt.parallel.multihost import watch
 from jaxgpt.parallel.profile import StepProfiler, parse_steps
 from jaxgpt.parallel.signals import catch_signals
 from jaxgpt.parallel.trainer import mean_loss
@@ -84,17 +83,18 @@ def fit(
     multihost.initialize(experiment.parallel)
     first_device()  # here, so that JAX reports a missing device before anything else is done
     is_first = multihost.is_process_0()
-    with watch(experiment.parallel.watchdog) as watchdog, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         # Resolve the experiment, open its data, build and check all that is compiled. The user can repair what fails
         # here, so nothing is written yet.
-        recorded = read_metadata(directory, trust_code=trust_code) if is_resumable(directory, fresh) else None
-        if recorded is not None and (trust_code or is_trusting()):
-            experiment = with_classes_of(recorded.given, experiment)
-        training = open_training(experiment, directory, recorded, extend=extend)
+        with multihost.raise_on_all():
+            recorded = read_metadata(directory, trust_code=trust_code) if is_resumable(directory, fresh) else None
+            if recorded is not None and (trust_code or is_trusting()):
+                experiment = with_classes_of(recorded.given, experiment)
+            training = open_training(experiment, directory, recorded, extend=extend)
+            profiled = parse_steps(training.experiment.train.profile)
         experiment, trainer, checkpoints = training.experiment, training.trainer, training.checkpoints
-        config, profiled = experiment.train, parse_steps(experiment.train.profile)
-        multihost_utils.sync_global_devices("everything is checked")
-        watchdog.directory, watchdog.last_step = directory, checkpoints.last
+        config = experiment.train
+        multihost_utils.sync_global_devices("connected")  # now: a process that compiles would come too late for it
 
         # Open the run directory, and rewind it to its newest good checkpoint.
         def open_directory() -> int:
@@ -129,19 +129,21 @@ def fit(
         log = RunLog(training, start, callbacks, show=progress and is_first)
         profiler = StepProfiler(trainer.lower, profiled, directory / "profile", log.say)
         stack.callback(profiler.close)
+        watch = stack.enter_context(multihost.watch_progress())
         is_lost = False  # whether a process is lost
         numbers = itertools.count(start + 1)
 
         def take_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
-            watchdog.beat(step := next(numbers))
+            watch()
+            step = next(numbers)
             batch, rolled_out = training.shard_batch(step, state, batch)
             state, metrics = profiler.take(step, compiled, state, batch, key)
             return state, rolled_out | metrics
 
         def validate(step: int, state: TrainState) -> float | None:
             def watched(windows: Iterator[Batch]) -> Iterator[Batch]:
-                for number, window in enumerate(windows):
-                    watchdog.beat(step, slow=not number)  # the first one is compiled for
+                for window in windows:
+                    watch()
                     yield window
                     if caught(None) is not None:
                         return
@@ -154,7 +156,7 @@ def fit(
             return val_loss if caught(None) is None else None
 
         def save(step: int, state: TrainState, val_loss: float | None) -> None:
-            watchdog.beat(step, slow=True)
+            watch()
             if is_first and not is_run(directory):
                 raise CheckpointSaveError(f"{directory} was deleted or moved, so step {step} is not saved")
             with log.clock.paused():

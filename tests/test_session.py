@@ -1,6 +1,8 @@
 """A run from end to end: what it writes, how it goes on, what it refuses."""
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -20,7 +22,6 @@ from jaxgpt.config import differences
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError
 from jaxgpt.fitting import fit
 from jaxgpt.parallel import multihost
-from jaxgpt.parallel.multihost import Watchdog
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import read_metadata
@@ -263,7 +264,9 @@ def test_all_processes_have_the_same_steps_in_flight(experiment, tmp_path, monke
 
     monkeypatch.setattr(loop, "LONG_STEP", 0.0)  # by our own clock none
     monkeypatch.setattr(multihost, "on_process_0", on_process_0)
-    monkeypatch.setattr(Watchdog, "beat", lambda self, step, **_: events.append(f"begin {step}"))
+    begun = itertools.count(1)
+    watch = contextlib.nullcontext(lambda: events.append(f"begin {next(begun)}"))
+    monkeypatch.setattr(multihost, "watch_progress", lambda: watch)
     monkeypatch.setattr(
         RunLog, "__call__", lambda self, line: "loss" in line and events.append(f"settle {line['step']}")
     )

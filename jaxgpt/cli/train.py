@@ -52,7 +52,7 @@ def train(
     import jax
 
     from jaxgpt.fitting import fit
-    from jaxgpt.parallel.multihost import ProcessLost, exit_now, is_process_0
+    from jaxgpt.parallel.multihost import exit_now, is_process_0
 
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1)  # prints the stacks of a run that hangs
@@ -69,11 +69,11 @@ def train(
     except BaseException as e:
         if not jax.distributed.is_initialized():
             raise
-        if isinstance(e, UserError | ProcessLost):
+        if isinstance(e, UserError):
             say_error(e)
         elif not isinstance(e, KeyboardInterrupt):
             traceback.print_exc()
-        exit_now(e.status if isinstance(e, ProcessLost) else 2 if isinstance(e, UserError) else 1)
+        exit_now(2 if isinstance(e, UserError) else 1)
     if not is_process_0():
         return
     t = experiment.train

@@ -13,7 +13,6 @@ from jaxgpt.config.validate import (
     LARGEST_SIZE,
     Checked,
     Interval,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -159,9 +158,6 @@ class ParallelConfig(Checked):
     processes: Size | None = None  # number of processes, with a coordinator. None means no coordinator
     process_id: NonNegativeInt | None = None  # number of this process, from 0. None means no coordinator
     connect_timeout: Size = 300  # seconds to wait for the other processes
-    # seconds without progress (or the time of 20 steps, if longer) after which several processes count as stuck and are
-    # ended. 0 means never. A single process is never ended
-    watchdog: NonNegativeFloat = 60.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,6 +19,7 @@ GONE = {
     "n_encoder_layer": (0, "models with an encoder are experiments/transformer_2017"),
     "skip_spikes": (None, "no spike is skipped from now on, but by the optimizer of experiments/zoo/skip_spikes.py"),
     "check_replicas_every": (..., ""),
+    "watchdog": (..., ""),
 }
 
 

@@ -1,14 +1,12 @@
 """Several processes on one machine, with real jax.distributed: the same curve, and an end in bounded time."""
 
-import json
+import faulthandler
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -115,53 +113,42 @@ def until_step(number, processes, tmp_path):
         time.sleep(0.2)
 
 
-def name_of(process, processes):
-    return rf"process {process} of {len(processes)} \(host {socket.gethostname()}, pid {processes[process].pid}\) "
-
-
-CONTINUE = r"The last checkpoint is step \d+\. To continue, on every process: jaxgpt train --run-dir run"
+BOUND = multihost.HEARTBEAT + 30  # seconds: JAX looks now and then, and a busy machine is slow
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
-def test_one_that_is_killed_is_named(start, tmp_path, lost):
-    """Process 0 holds the store that all read, and JAX aborts the others when it goes."""
+def test_one_that_is_killed_ends_the_other(start, tmp_path, lost):
+    """Process 0 holds the store that all read."""
     processes = start(2, 1, *FOREVER)
     until_step(7, processes, tmp_path)
-    began = time.monotonic()
     processes[lost].kill()
-    codes, said = wait(processes, tmp_path)
-    assert time.monotonic() - began < multihost.HEARTBEAT
-    assert codes[lost] == -signal.SIGKILL and codes[1 - lost] == 1
-    assert re.search(rf"(process {lost} of 2 is gone|another process is gone, ).*" + CONTINUE, said[1 - lost])
-    assert "jaxgpt/fitting.py" not in said[1 - lost], said[1 - lost]  # no traceback of ours
+    assert processes[1 - lost].wait(BOUND) != 0 and processes[lost].wait() == -signal.SIGKILL
 
 
 HANGS = """
-import sys, time
-from jaxgpt.parallel.multihost import Watchdog
-beat = Watchdog.beat
-def hanging_beat(self, step, **how):
+import sys
+from jaxgpt.parallel import multihost
+from jaxgpt.parallel.profile import StepProfiler
+multihost.STUCK = 8
+take = StepProfiler.take
+def hanging_take(self, step, *arguments):
     if step == 8 and "{process}" in sys.argv[sys.argv.index("--parallel.process-id") + 1]:
         {what}
-    beat(self, step, **how)
-Watchdog.beat = hanging_beat
+    return take(self, step, *arguments)
+StepProfiler.take = hanging_take
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
-def test_one_whose_main_thread_sleeps_is_named(start, tmp_path, lost):
-    """JAX would wait for ever; the other one hangs in the exchange, and is not to blame."""
-    planted = HANGS.format(process=lost, what="time.sleep(10000)")
-    processes = start(2, 1, *FOREVER, "--parallel.watchdog", "4", planted=planted)
+def test_one_whose_main_thread_sleeps_ends_both_and_shows_where(start, tmp_path, lost):
+    """JAX would wait for ever, and the other one hangs in the exchange."""
+    processes = start(2, 1, *FOREVER, planted=HANGS.format(process=lost, what="import time; time.sleep(10000)"))
     until_step(5, processes, tmp_path)
-    began = time.monotonic()
-    codes, said = wait(processes, tmp_path)
-    assert codes == [1, 1] and time.monotonic() - began < 60
-    named = f"jaxgpt: {name_of(lost, processes)}" + r"is stuck: no progress for \d+ s, .* " + CONTINUE
-    assert all(re.search(named, words) for words in said)
-    assert "hanging_beat" in said[lost]  # its stack
+    assert all(process.wait(BOUND) != 0 for process in processes)
+    said = (tmp_path / f"{lost}.err").read_text()
+    assert "Timeout (0:00:08)!" in said and "hanging_take" in said
 
 
 @pytest.mark.slow
@@ -170,28 +157,26 @@ def test_one_that_is_stopped_ends_the_others_and_does_not_go_on_later(start, tmp
     processes = start(2, 1, *FOREVER, planted=planted)
     until_step(7, processes, tmp_path)
     processes[1].send_signal(signal.SIGSTOP)
-    assert processes[0].wait(60) == 1
-    said = (tmp_path / "0.err").read_text()
-    assert re.search(r"(process 1 of 2 is gone|another process is gone, ).*" + CONTINUE, said)
+    assert processes[0].wait(BOUND) != 0
     saved = Checkpoints(tmp_path / "run" / "checkpoints").steps()
     processes[1].send_signal(signal.SIGCONT)
-    assert processes[1].wait(60) == 1
-    assert re.search("is gone.*" + CONTINUE, (tmp_path / "1.err").read_text())
+    assert processes[1].wait(BOUND) != 0
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == saved
 
 
 @pytest.mark.slow
-def test_a_mistake_of_ours_is_not_blamed_on_another_process(start, tmp_path):
-    """The one that has it shows where; the other says who it was, and does not wait for it."""
-    processes = start(2, 1, *FOREVER, planted=HANGS.format(process=1, what='raise ValueError("planted")'))
+@pytest.mark.parametrize(("error", "status"), [("ValueError", 1), ("jaxgpt.UserError", 2)])
+def test_an_error_of_one_process_in_a_step_ends_the_other(start, tmp_path, error, status):
+    """The one that has it says what it is."""
+    what = f'import jaxgpt; raise {error}("planted")'
+    processes = start(2, 1, *FOREVER, planted=HANGS.format(process=1, what=what))
     codes, said = wait(processes, tmp_path)
-    assert codes == [1, 1]
-    assert "Traceback" in said[1] and "ValueError: planted" in said[1] and "process 0 of 2 is" not in said[1]
-    assert re.search(name_of(1, processes) + r"has ended: ValueError: planted\. " + CONTINUE, said[0])
+    assert codes[1] == status and codes[0] != 0
+    assert "planted" in said[1] and ("Traceback" in said[1]) == (status == 1)
 
 
 REFUSES = """
-import sys
+import jax
 import jaxgpt.fitting
 from jaxgpt.errors import UserError
 from jaxgpt.parallel import multihost
@@ -203,7 +188,7 @@ def refuses(*_):
     assert multihost.on_process_0(lambda: 7 if multihost.is_process_0() else 0) == 7
     if {agreed}:
         multihost.on_process_0(taken)
-    elif multihost.is_process_0():
+    elif jax.process_index() == {who}:
         taken()
 
 jaxgpt.fitting.is_resumable = refuses
@@ -211,9 +196,9 @@ jaxgpt.fitting.is_resumable = refuses
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("agreed", [True, False])
-def test_what_the_leader_refuses_ends_all(start, tmp_path, agreed):
-    codes, said = wait(start(2, 1, *FOREVER, planted=REFUSES.format(agreed=agreed)), tmp_path)
+@pytest.mark.parametrize(("who", "agreed"), [(0, True), (0, False), (1, False)])
+def test_what_one_refuses_ends_all_with_its_line(start, tmp_path, who, agreed):
+    codes, said = wait(start(2, 1, *FOREVER, planted=REFUSES.format(who=who, agreed=agreed)), tmp_path)
     assert codes == [2, 2]
     for words in said:
         assert "this run directory is taken" in words and "Traceback" not in words
@@ -231,37 +216,15 @@ def test_the_store_of_jax_is_where_it_was():
     """Private: seen with JAX 0.10.0 to 0.12.0.1. There is no public way to the store of `jax.distributed`."""
     client = distributed.global_state.client
     assert client is None, "one process has no store"
-    for name in ("key_value_set", "key_value_dir_get", "blocking_key_value_get"):
+    for name in ("key_value_set", "blocking_key_value_get", "wait_at_barrier"):
         assert callable(getattr(_jax.DistributedRuntimeClient, name)), f"not in JAX {jax.__version__}"
-
-
-def test_who_is_silent_or_furthest_behind_is_to_blame(monkeypatch):
-    dog = multihost.Watchdog(60.0)
-    monkeypatch.setattr(multihost, "INTERVAL", 0.0)
-    for turns, processes, expected in (
-        ({0: 9, 1: 9}, 2, (None, "all 2 processes are stuck in the same collective")),
-        ({0: 7, 1: 9, 2: 7}, 3, (None, "process 0, process 2 are stuck")),
-        ({0: 9}, 2, ("process 1 of 2 is gone", None)),
-        ({0: 9, 3: 9}, 4, ("process 1, 2 of 4 are gone", None)),
-    ):
-        said = [("", json.dumps([process, f"process {process}", turn])) for process, turn in turns.items()]
-        store = SimpleNamespace(key_value_set=lambda *_, **__: None, key_value_dir_get=lambda folder, said=said: said)
-        monkeypatch.setattr(multihost, "_store", lambda store=store: store)
-        dog.processes = processes
-        assert dog.find_culprit() == expected
-    monkeypatch.setattr(os, "write", lambda *_: os.close(-1))  # a closed stderr
-    dog.say("stuck")
 
 
 def test_a_process_that_is_alone_is_never_ended(monkeypatch):
     """Whatever delays a step may pass: a disk, a laptop that sleeps, a debugger."""
-    exits = []
-    monkeypatch.setattr(os, "_exit", exits.append)
-    monkeypatch.setattr(multihost, "INTERVAL", 0.02)
-    with multihost.watch(0.05) as dog:
-        dog.beat(1)
-        time.sleep(0.2)
-    assert exits == []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", None)
+    with multihost.watch_progress() as watch:
+        watch()
 
 
 def test_the_leader_tells_a_whole_number_or_what_is_wrong():
