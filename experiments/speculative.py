@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt import GPT, Decoding, Run, Sampling, UserError, load
-from jaxgpt.config.validate import check_count, check_whole
+from jaxgpt.config.validate import check_count, check_value
 from jaxgpt.data.tokenizer import fingerprint
 from jaxgpt.sample import state as programs
 from jaxgpt.sample.cache import KVCache, can_cache
@@ -94,7 +94,7 @@ def speculate(
             f"the draft knows {draft.config.vocab_size} tokens, the model writes {vocab_size}: both need one tokenizer"
         )
     most = min(model.config.block_size, draft.config.block_size) // 2
-    G = check_whole("num_draft_tokens", num_draft_tokens)
+    G = check_value("num_draft_tokens", num_draft_tokens, int)
     if not 1 <= G <= most:
         raise UserError(f"num_draft_tokens={G}: needs 1 to {most}, half of the shorter block_size")
     if decoding.grammar is not None:

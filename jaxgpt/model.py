@@ -165,15 +165,6 @@ class GPT(nn.Module):
         return logits_BTV
 
 
-def check_model_type(model: Any) -> None:
-    """Raise `UserError` unless a model is a `GPT`, for what needs its methods."""
-    if not isinstance(model, GPT):
-        other = "jaxgpt.plain_generate.generate samples from any module tokens_BT -> logits_BTV"
-        raise UserError(
-            f"model={type(model).__name__}: needs a GPT, such as GPTConfig(...).make_model() returns; {other}"
-        )
-
-
 class Layers(nn.Module):
     """The block that `GPT` scans over the stacked parameters of all layers."""
 

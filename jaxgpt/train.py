@@ -170,15 +170,6 @@ def train_step(
     return TrainState(state.step + 1, params, opt_state, state.frozen_params), own | metrics
 
 
-def layer_norms(tree: Params) -> Metrics:
-    """Return the norm of each layer of gradients: {"grad_norm/h_0": ...}. A layer is a name at the top of the tree."""
-    layers = dict(tree)
-    if "block" in tree.get("h", {}):  # stacked by scan_layers, and the first axis is the layer's
-        stacked = jax.vmap(optax.tree.norm)(layers.pop("h"))
-        layers |= {f"h_{layer}": norm for layer, norm in enumerate(stacked)}
-    return {f"grad_norm/{name}": optax.tree.norm(layer) for name, layer in layers.items()}
-
-
 def why_skipped(metrics: Metrics) -> str | None:
     """Return the reason why a step was skipped, from its metrics, or None if it was taken."""
     named = {"loss": metrics["loss"], "gradient norm": metrics["grad_norm"]}

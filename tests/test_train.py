@@ -17,10 +17,10 @@ from jaxgpt.loss import make_loss
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer
 from jaxgpt.parallel.strategy import make_single
+from jaxgpt.parallel.trainer import layer_norms
 from jaxgpt.train import (
     eval_step,
     init_state,
-    layer_norms,
     train_step,
 )
 from tests.helpers import TINY, stack_layers, tokens_BT

@@ -8,7 +8,8 @@ from typing import Any
 
 from jaxgpt.config import Experiment
 from jaxgpt.config.presets import EXPERIMENTS, find_preset
-from jaxgpt.config.validate import short, suggest
+from jaxgpt.config.serialize import suggest
+from jaxgpt.config.validate import short
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there
 from jaxgpt.runs.code import run_file

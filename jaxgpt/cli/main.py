@@ -21,7 +21,7 @@ from jaxgpt.cli.sample import sample
 from jaxgpt.cli.serve import serve
 from jaxgpt.cli.train import resumed_run, train
 from jaxgpt.config.presets import EXPERIMENTS, finetune, quickstart
-from jaxgpt.config.validate import suggest
+from jaxgpt.config.serialize import suggest
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.runs.code import trust_code

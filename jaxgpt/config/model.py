@@ -8,16 +8,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from jaxgpt.config.validate import (
-    LARGEST_SIZE,
-    Checked,
-    Count,
-    Fraction,
-    Interval,
-    PositiveFloat,
-    Size,
-    nearest_multiples,
-)
+from jaxgpt.config.validate import LARGEST_SIZE, Checked, Count, Fraction, Interval, PositiveFloat, Size, near_multiples
 from jaxgpt.errors import UserError
 
 if TYPE_CHECKING:
@@ -99,7 +90,7 @@ class GPTConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.head_dim is None and self.n_embd % self.n_head:
-            near = f"take n_embd={nearest_multiples(self.n_embd, self.n_head)}, or other heads"
+            near = f"take n_embd={near_multiples(self.n_embd, self.n_head)}, or other heads"
             raise UserError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: {near}")
         if self.n_kv_head is not None and self.n_head % self.n_kv_head:
             take = f"take n_kv_head from {[k for k in range(1, self.n_head + 1) if self.n_head % k == 0]}"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import inspect
+import itertools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxgpt.config.validate import check_json, field_hints, short, suggest
+from jaxgpt.config.validate import field_hints, short
 from jaxgpt.errors import UserError
 
 T = TypeVar("T")
@@ -23,6 +26,16 @@ GONE = {
 }
 
 
+def check_json(name: str, value: Any) -> None:
+    """Raise `UserError` for a value that experiment.json cannot hold. A configuration has been checked itself."""
+    if isinstance(value, tuple):
+        for each in value:
+            check_json(name, each)
+    elif not (isinstance(value, str | int | float | None) or dataclasses.is_dataclass(value)):
+        needed = "a number, a text, true or false, None, or a tuple of them. A method may return anything"
+        raise UserError(f"{name}={short(value)}: experiment.json needs {needed}")
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """Return the fields of a configuration as JSON values, with the name of each class that is not ours as "class"."""
     cls = type(config)
@@ -32,6 +45,26 @@ def to_dict(config: Any) -> dict[str, Any]:
         check_json(f"{cls.__name__}.{field.name}", value)
         values[field.name] = to_dict(value) if dataclasses.is_dataclass(value) else value
     return values
+
+
+def check_names(cls: type) -> None:
+    """Raise `UserError` for a field of a configuration that hides a method or a property, and for what hides a field."""
+    annotated = inspect.get_annotations(cls)
+    for base, name in itertools.product(cls.__mro__[1:], (*annotated, *vars(cls))):
+        old, new = vars(base).get(name), vars(cls).get(name)
+        is_value = not (callable(new) or hasattr(new, "__get__") or isinstance(old, property))
+        is_hidden = hasattr(old, "__get__") and (name in annotated or is_value)
+        if name in getattr(base, "__dataclass_fields__", ()):
+            is_hidden = name not in annotated  # dataclasses would ignore it
+        if is_hidden:
+            hidden = f"{base.__name__}.{name}{'()' * callable(old)}"
+            raise UserError(f"{cls.__name__}.{name} hides {hidden}: give it another name, or a field its type")
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Return a question that names the known word with the closest spelling, or an empty text if there is none."""
+    found = difflib.get_close_matches(word[:80], list(known), n=1)
+    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def from_dict(
@@ -55,17 +88,14 @@ def from_dict(
     for key in GONE.keys() & values.keys() - hints.keys():
         harmless, instead = GONE[key]
         if harmless not in (..., values[key]):
-            said = f"{where}{key}={short(values[key])}: {instead}"
-            if key == "n_encoder_layer":
-                raise UserError(said)
-            warnings.warn(said, UserWarning, stacklevel=2)
+            warnings.warn(f"{where}{key}={short(values[key])}: {instead}", UserWarning, stacklevel=2)
         values = {other: x for other, x in values.items() if other != key}
     for key in values:
         if key not in hints:
             raise UserError(f"unknown field {where}{str(key)[:80]}{suggest(str(key), hints)}")
     fields: Any = dataclasses.fields(cls)  # type: ignore[bad-argument-type]
-    unset = dataclasses.MISSING
-    missing = [f.name for f in fields if f.default is unset is f.default_factory and f.name not in values]
+    # Both are dataclasses.MISSING.
+    missing = [f.name for f in fields if f.default is f.default_factory and f.name not in values]
     if missing:
         raise UserError(f"{where or cls.__name__}: missing {', '.join(missing)}")
     arguments = dict(values)

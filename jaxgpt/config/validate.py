@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
-import difflib
 import functools
 import inspect
-import itertools
 import math
 import operator
 import reprlib
@@ -68,15 +65,9 @@ def nearest(value: int, choices: Iterable[int]) -> str:
     return " or ".join(str(n) for n in choices[max(0, at - 1) : at + 1])
 
 
-def nearest_multiples(value: int, factor: int) -> str:
+def near_multiples(value: int, factor: int) -> str:
     """Return the multiples of a factor next below and above a value that is not one, in words: "4 or 8"."""
     return nearest(value, range(factor, value + factor + 1, factor))
-
-
-def suggest(word: str, known: Iterable[str]) -> str:
-    """Return a question that names the known word with the closest spelling, or an empty text if there is none."""
-    found = difflib.get_close_matches(word[:80], list(known), n=1)
-    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def to_python(value: Any) -> Any:
@@ -84,19 +75,9 @@ def to_python(value: Any) -> Any:
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
-def check_whole(name: str, value: Any) -> int:
-    """Return the value of the argument `name` as an int. Raise `UserError` unless it is a whole number."""
-    value = to_python(value)
-    if not _is_a(value, int):
-        raise UserError(f"{name}={short(value)}: needs a whole number")
-    return value
-
-
 def check_count(name: str, value: Any, low: int = 1, high: int = LARGEST_INTEGER) -> int:
     """Return the value of the argument `name` as an int. Raise `UserError` unless it is from low to high."""
-    value = check_whole(name, value)
-    _check_bounds(name, value, Interval(ge=low, le=high))
-    return value
+    return check_value(name, value, Annotated[int, Interval(ge=low, le=high)])
 
 
 @functools.cache
@@ -109,33 +90,19 @@ class Checked:
     """The base of all configurations. Their fields are checked: names when a class is defined, values at construction."""
 
     def __init_subclass__(cls) -> None:
-        """Raise `UserError` for a field that hides a method or a property, and for what hides a field."""
-        annotated = inspect.get_annotations(cls)
-        for base, name in itertools.product(cls.__mro__[1:], (*annotated, *vars(cls))):
-            old, new = vars(base).get(name), vars(cls).get(name)
-            is_value = not (callable(new) or hasattr(new, "__get__") or isinstance(old, property))
-            is_hidden = hasattr(old, "__get__") and (name in annotated or is_value)
-            if name in getattr(base, "__dataclass_fields__", ()):
-                is_hidden = name not in annotated  # dataclasses would ignore it
-            if is_hidden:
-                hidden = f"{base.__name__}.{name}{'()' * callable(old)}"
-                raise UserError(f"{cls.__name__}.{name} hides {hidden}: give it another name, or a field its type")
+        """Check the names of a class that is not ours. Raises `UserError`."""
+        if not cls.__module__.startswith("jaxgpt."):
+            from jaxgpt.config.serialize import check_names
+
+            check_names(cls)
 
     def __post_init__(self) -> None:
         """Check the values. A subclass that checks more calls this first."""
         check_fields(self)
-        for name in field_hints(type(self)):
-            check_json(f"{type(self).__name__}.{name}", getattr(self, name))
+        if not type(self).__module__.startswith("jaxgpt."):  # ours hold only what JSON can
+            from jaxgpt.config.serialize import to_dict
 
-
-def check_json(name: str, value: Any) -> None:
-    """Raise `UserError` for a value that experiment.json cannot hold. A configuration has been checked itself."""
-    if isinstance(value, tuple):
-        for each in value:
-            check_json(name, each)
-    elif not (isinstance(value, str | int | float | None) or dataclasses.is_dataclass(value)):
-        needed = "a number, a text, true or false, None, or a tuple of them. A method may return anything"
-        raise UserError(f"{name}={short(value)}: experiment.json needs {needed}")
+            to_dict(self)
 
 
 def check_fields(config: Any) -> None:

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxgpt.config import GPTConfig, ParallelConfig
-from jaxgpt.config.validate import nearest_multiples
+from jaxgpt.config.validate import near_multiples
 from jaxgpt.errors import UserError
 from jaxgpt.layers.block import ShardingHooks
 from jaxgpt.layers.kernels.plain import AttentionFn
@@ -147,7 +147,7 @@ def check_divisible(model: GPTConfig, sizes: Mapping[str, int]) -> None:
         checks["mlp_dim", both] = model.mlp_dim
     for (field, axis), size in checks.items():
         if size % (n := counts[axis]):
-            near = nearest_multiples(size, n)
+            near = near_multiples(size, n)
             raise UserError(f"model.{field}={size} does not divide over parallel.{axis}={n}: take model.{field}={near}")
 
 

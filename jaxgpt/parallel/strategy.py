@@ -13,7 +13,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxgpt.batch import Batch
 from jaxgpt.config import GPTConfig, ParallelConfig
-from jaxgpt.config.validate import nearest_multiples
+from jaxgpt.config.validate import near_multiples
 from jaxgpt.errors import UserError
 from jaxgpt.layers.block import NO_SHARDING, ShardingHooks
 from jaxgpt.layers.kernels.plain import AttentionFn
@@ -89,7 +89,7 @@ def split_batch(batch_size: int, data_parallel_size: int, config: ParallelConfig
     Raises `UserError` if the batch does not divide over the devices.
     """
     if batch_size % data_parallel_size:
-        near = nearest_multiples(batch_size, data_parallel_size)
+        near = near_multiples(batch_size, data_parallel_size)
         remedy = f"take --train.batch-size {near}, or fewer devices (--parallel.strategy single)"
         raise UserError(f"batch_size={batch_size} does not divide over {data_parallel_size} devices: {remedy}")
     part = batch_size // data_parallel_size

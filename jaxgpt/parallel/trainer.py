@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, ObjectiveConfig, OptimConfig, ParallelConfig
@@ -34,7 +35,7 @@ from jaxgpt.parallel.strategy import (
     with_shardings,
 )
 from jaxgpt.sample.quantize import find_own_modules
-from jaxgpt.train import Metrics, Params, TrainState, eval_step, init_state, layer_norms, train_step
+from jaxgpt.train import Metrics, Params, TrainState, eval_step, init_state, train_step
 
 Devices = Sequence[jax.Device] | None  # None means all processes' devices. A topology's are to compile for absent ones
 
@@ -151,6 +152,15 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
         abstract_batch=experiment.data.shape_batch(tokens),
         fallback=fallback,
     )
+
+
+def layer_norms(tree: Params) -> Metrics:
+    """Return the norm of each layer of gradients: {"grad_norm/h_0": ...}. A layer is a name at the top of the tree."""
+    layers = dict(tree)
+    if "block" in tree.get("h", {}):  # stacked by scan_layers, and the first axis is the layer's
+        stacked = jax.vmap(optax.tree.norm)(layers.pop("h"))
+        layers |= {f"h_{layer}": norm for layer, norm in enumerate(stacked)}
+    return {f"grad_norm/{name}": optax.tree.norm(layer) for name, layer in layers.items()}
 
 
 def _check_adapters(model: GPT, adapters: Params) -> None:

@@ -22,13 +22,13 @@ from jaxgpt.config import Precision
 from jaxgpt.config.validate import check_count, short_repr
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.model import GPT, check_model_type
+from jaxgpt.model import GPT
 from jaxgpt.sample import BUCKET, Decoding, Sampling
 from jaxgpt.sample import state as programs
 from jaxgpt.sample.cache import KVCache, can_cache
 from jaxgpt.sample.filters import SamplingRows
 from jaxgpt.sample.grammar import Constraint, Grammar
-from jaxgpt.sample.quantize import lay_out_once
+from jaxgpt.sample.quantize import check_model_type, lay_out_once
 from jaxgpt.sample.score import score
 from jaxgpt.sample.state import cache_columns, check_ids, check_prompt, chunk_size, next_bucket
 

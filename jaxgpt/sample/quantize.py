@@ -21,12 +21,20 @@ from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.kernels.native.build import why_not_native
 from jaxgpt.layers.kernels.native.product import native_product
 from jaxgpt.layers.linear import Dense, Embedding, Head, to_int8
-from jaxgpt.model import GPT, check_model_type
+from jaxgpt.model import GPT
 
 LOG = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 DECODE_MATRIX = "decode_matrix"  # name of a `DecodeMatrix` in the parameters, in place of a kernel or an embedding
 QKV = "qkv"  # name of one projection in the parameters of self-attention, in place of q, k and v
+
+
+def check_model_type(model: Any) -> None:
+    """Raise `UserError` unless a model is a `GPT`, for what needs its methods."""
+    if not isinstance(model, GPT):
+        needed = "a GPT, such as GPTConfig(...).make_model() returns"
+        other = "jaxgpt.plain_generate.generate samples from any module tokens_BT -> logits_BTV"
+        raise UserError(f"model={type(model).__name__}: needs {needed}; {other}")
 
 
 def for_decoding(

@@ -16,8 +16,8 @@ from jaxgpt.config.validate import check_count, short, short_repr
 from jaxgpt.data.pipeline import find_window_starts
 from jaxgpt.data.tokenizer import Tokenizer, find_start_token
 from jaxgpt.errors import UserError
-from jaxgpt.model import GPT, check_model_type
-from jaxgpt.sample.quantize import apply_model
+from jaxgpt.model import GPT
+from jaxgpt.sample.quantize import apply_model, check_model_type
 from jaxgpt.sample.state import check_ids, known_ids, next_bucket
 
 WINDOWS_AT_ONCE = 8  # windows per batch

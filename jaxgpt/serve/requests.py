@@ -11,7 +11,8 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
-from jaxgpt.config.validate import Interval, check_value, field_hints, short, suggest
+from jaxgpt.config.serialize import suggest
+from jaxgpt.config.validate import Interval, check_value, field_hints, short
 from jaxgpt.data.template import check_message
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.data.tools import Offer, check_tools, offer_tools

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 
-from jaxgpt.config.validate import Count, Fraction, Interval, check_count, check_whole
+from jaxgpt.config.validate import Count, Fraction, Interval, check_count, check_value
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, parse_json, render_json
 from jaxgpt.parallel.device import device_kind
@@ -79,7 +79,7 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     """
     directory = find_run(run)
     metadata = read_metadata(directory)
-    step, steps = check_whole("step", step), metadata.experiment.train.steps
+    step, steps = check_value("step", step, int), metadata.experiment.train.steps
     if not 1 <= step <= steps:
         raise UserError(f"--step {step}: needs one of the steps of {directory}, 1 to {steps}")
     remedy = "to replay a step, put that text back"
@@ -204,7 +204,7 @@ def audit(
     metadata = read_metadata(find_run(run))
     config, total = metadata.experiment.data, metadata.experiment.train.steps
     left = int(SHARE * total) if steps is None else check_count("steps", steps)
-    seed = secrets.randbits(32) if seed is None else check_whole("seed", seed)
+    seed = secrets.randbits(32) if seed is None else check_value("seed", seed, int)
     if metadata.imported is not None:
         raise UserError(f"{metadata.directory} is an imported model: there is no training to audit")
     open_checkpoints(metadata.directory)  # refused without any

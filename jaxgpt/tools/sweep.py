@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxgpt.config import Experiment, differences, from_dict
-from jaxgpt.config.serialize import to_dict
-from jaxgpt.config.validate import Count, NonNegativeInt, check_value, field_hints, short, short_repr, suggest
+from jaxgpt.config.serialize import suggest, to_dict
+from jaxgpt.config.validate import Count, NonNegativeInt, check_value, field_hints, short, short_repr
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_json, render_json, write_whole
 from jaxgpt.fitting import fit

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxgpt.batch import Batch
 from jaxgpt.config import DataConfig, ObjectiveConfig
-from jaxgpt.config.validate import check_count, check_whole
+from jaxgpt.config.validate import check_count, check_value
 from jaxgpt.data.conversations import Conversations, encode_all
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.data.dataset import encode_whole
@@ -60,7 +60,7 @@ def evaluate_run(
         UserError: if an option does not suit the model or the data, or the file cannot be read or has nothing to score.
     """
     block_size, tokenizer, prefix = run.model.config.block_size, run.tokenizer, []
-    stride = block_size if stride is None else check_whole("stride", stride)
+    stride = block_size if stride is None else check_value("stride", stride, int)
     if not 1 <= stride <= block_size:
         raise UserError(f"stride={stride}: needs at least 1 and at most block_size={block_size}")
     characters = utf8 = None  # only token ids are known

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.config.validate import suggest
+from jaxgpt.config.serialize import suggest
 from jaxgpt.errors import UserError
 from jaxgpt.run import Run
 from jaxgpt.tools.evaluate.lm_eval_model import JaxGPT
