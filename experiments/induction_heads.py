@@ -29,6 +29,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from interpretability.analyses import induction_scores, previous_token_scores, repeat_random_tokens
 
 from jaxgpt import GPT, GPTConfig, OptimConfig, interventions
 from jaxgpt.batch import Batch
@@ -100,9 +101,9 @@ def mean_losses(logits_BTV: jax.Array) -> jax.Array:
 
 def measure(model: GPT, params: Params) -> tuple[list[int], list[float], np.ndarray]:
     """Return the size of each group, its mean score, and the losses with all heads and without each group, [4, 2]."""
-    random_BT = interventions.repeat_random_tokens(V, period=HALF, length=T, rows=64)
-    induction_LN = np.asarray(interventions.induction_scores(model, params, random_BT, period=HALF))
-    previous_LN = np.asarray(interventions.previous_token_scores(model, params, random_BT))
+    random_BT = repeat_random_tokens(V, period=HALF, length=T, rows=64)
+    induction_LN = np.asarray(induction_scores(model, params, random_BT, period=HALF))
+    previous_LN = np.asarray(previous_token_scores(model, params, random_BT))
     group_LN = np.where(induction_LN > FOUND, 0, np.where(previous_LN > FOUND, 1, 2))
     names = [f"h_{layer}/heads" for layer in range(model.config.n_layer)]
     heads = interventions.run(model, params, TEST_BT, read=names).activations

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.config import GPTConfig
-from jaxgpt.interventions.analyses import fit_jacobian_lens
 from jaxgpt.layers.block import Compute
+from tests.helpers import import_pages
 
 # A compiled result may be this many times as far from float64 as the one without jit is, or as far as this part of the
 # largest magnitude: sums in another order. What was seen of the compiler's errors was from 0.002 of it to NaN.
@@ -45,7 +45,8 @@ def known_programs() -> Iterator[Program]:
         activation="swiglu",
     )
     model, params, tokens_BT = make(config, 2)
-    yield "Jacobian lens of [2, 256]", lambda params: fit_jacobian_lens(model(params), params, tokens_BT), (params,)
+    lens = import_pages("interpretability", "analyses")[0].fit_jacobian_lens
+    yield "Jacobian lens of [2, 256]", lambda params: lens(model(params), params, tokens_BT), (params,)
 
 
 def make(config: GPTConfig, rows: int) -> tuple[Callable[[Any], Any], Any, np.ndarray]:

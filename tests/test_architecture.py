@@ -58,7 +58,7 @@ HOMES = {
     "tokenizers": ["data.tokenizer"],
     "jinja2": ["data.render"],
     "llguidance": ["sample.grammar"],
-    "matplotlib": ["interventions.analyses", "runs.metrics", "tools.study"],
+    "matplotlib": ["runs.metrics", "tools.study"],
     "filelock": ["data.corpus", "runs.directory"],
     "fsspec": ["data.corpus"],
     "safetensors": ["hf.weights"],

@@ -5,12 +5,12 @@ import jax
 import numpy as np
 import pytest
 
-from tests.helpers import script
+from tests.helpers import import_pages
 
 
 @pytest.fixture(scope="module")
 def study():
-    return script("induction_heads")
+    return import_pages("", "induction_heads")[0]
 
 
 def test_each_row_repeats_after_its_own_period(study):

@@ -108,7 +108,7 @@ def place(tmp_path_factory):
     """
     place = tmp_path_factory.mktemp("lessons")
     (place / "experiments").mkdir()
-    for needed in ("sancho_mini.py", "post"):
+    for needed in ("sancho_mini.py", "post", "interpretability"):
         (place / "experiments" / needed).symlink_to(REPOSITORY / "experiments" / needed)
     for language in LANGUAGES:
         (place / "experiments" / "lessons" / language).mkdir(parents=True)

@@ -1,7 +1,5 @@
 """The analyses equal the same edits made by hand, and refuse bad arguments in one clear line."""
 
-import dataclasses
-
 import chex
 import numpy as np
 import pytest
@@ -12,19 +10,17 @@ from jaxgpt.errors import UserError
 from jaxgpt.interventions import (
     ablate_all,
     analyses,
-    induction_scores,
-    logit_attribution,
+    logit_lens,
     patch,
-    plot_heatmap,
-    repeat_random_tokens,
     replace,
     run,
     run_each,
     token_losses,
     zero,
 )
-from jaxgpt.interventions import previous_token_scores as previous_scores
 from jaxgpt.interventions.model import _run_each
+from jaxgpt.sample.quantize import unstack_layers
+from tests.helpers import apply
 from tests.interventions.test_edits import CONFIGS, SIZE, TOKENS, make, quick
 
 # Ablation -------------------------------------------------------------------------------------------------------------
@@ -110,61 +106,16 @@ def test_a_patch_equals_a_whole_forward_pass_with_one_activation_replaced(name, 
     assert sizes == [f._cache_size() for f in (analyses._run_patched_block, analyses._run_block, analyses._measure)]
 
 
-# Attribution ----------------------------------------------------------------------------------------------------------
-
-PRE = {
-    **{name: config for name, config in CONFIGS.items() if config.norm_position == "pre"},
-    "offset": dataclasses.replace(CONFIGS["gqa"], norm_offset=True, scan_layers=True),
-}
-
-
-@quick(PRE, default=["gpt2", "offset"])
-def test_contributions_sum_to_the_difference_of_the_logits(name):
-    model, params = make(PRE[name])
-    found = logit_attribution(model, params, TOKENS[0], 3, 5)
-    expected = last_difference(run(model, params, TOKENS[:1]).logits_BTV)
-    chex.assert_trees_all_close(found.total(), expected, atol=1e-4, rtol=1e-4)
-    assert found.heads_LN.shape == (2, 4) and found.mlps_L.shape == found.biases_L.shape == (2,)
-    assert all(np.abs(x).max() > 1e-3 for x in (found.embedding, found.heads_LN, found.mlps_L))
-    if name == "gpt2":
-        read = run(model, params, TOKENS[:1], read=["h_0/heads", "h_1/stream"]).activations
-        written_D = read["h_0/heads"][0, -1, 2] @ params["h_0"]["attn"]["c_proj"]["kernel"][8:12]  # head 2 of size 4
-        normed_D = (written_D - written_D.mean()) / read["h_1/stream"][0, -1].std() * params["ln_f"]["scale"]
-        rows_VD = params["wte"]["embedding"]
-        chex.assert_trees_all_close(found.heads_LN[0, 2], normed_D @ (rows_VD[3] - rows_VD[5]), rtol=1e-4)
-
-
-# Scores ---------------------------------------------------------------------------------------------------------------
-
-
-def test_scores_are_means_of_patterns():
-    """On two rows, against loops over the patterns that `run` reads."""
-    model, params = make(CONFIGS["gqa"])
-    tokens_BT = repeat_random_tokens(23, period=5, length=13, rows=2)
-    assert (tokens_BT[:, 5:] == tokens_BT[:, :-5]).all() and (tokens_BT[0] != tokens_BT[1]).any()
-    names = ["h_0/pattern", "h_1/pattern"]
-    patterns_LBTNS = np.stack([x for x in run(model, params, tokens_BT, read=names).activations.values()])
-    induction = np.mean([patterns_LBTNS[:, :, t, :, t - 4] for t in range(5, 13)], axis=(0, 2))
-    previous = np.mean([patterns_LBTNS[:, :, t, :, t - 1] for t in range(1, 13)], axis=(0, 2))
-    chex.assert_trees_all_close(induction_scores(model, params, tokens_BT, period=5), induction, atol=1e-6)
-    chex.assert_trees_all_close(previous_scores(model, params, tokens_BT), previous, atol=1e-6)
-    assert induction.shape == (2, 4) and np.abs(induction - previous).max() > 0.01
-
-
-# Plots and refusals ---------------------------------------------------------------------------------------------------
-
-
-def test_a_heatmap_names_its_rows_and_columns(tmp_path):
-    values = np.array([[0.5, -1.0, 0.0], [0.0, 2.0, np.nan]])
-    figure = plot_heatmap(values, title="patching", unit="nats", columns=["a", "$b$", "_"])
-    figure.savefig(tmp_path / "heads.png")
-    axes, scale = figure.axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["layer 0", "layer 1"]
-    assert scale.get_ylabel() == "nats"
-    assert axes.images[0].get_clim() == (-2.0, 2.0)
-
-
-DECOMPOSE = "the logits are not a sum of what each part writes. Give a model with 'pre' and None"
+@quick(["gpt2", "sandwich", "post"], default=["sandwich"])
+def test_the_lens_ends_in_the_models_logits(name):
+    model, params = make(CONFIGS[name])
+    lens = logit_lens(model, params, TOKENS)
+    chex.assert_shape(lens, (3, *TOKENS.shape, 23))
+    chex.assert_trees_all_close(lens[-1], apply(model, params, TOKENS), rtol=1e-4, atol=1e-4)
+    x_BTD = run(model, params, TOKENS, read=["h_0/stream"]).activations["h_0/stream"]
+    model, params = unstack_layers(model, params)
+    by_hand = model.apply({"params": params}, x_BTD, method=lambda m, x_BTD: m.unembed(m.norm_output(x_BTD)))
+    chex.assert_trees_all_close(lens[1], by_hand, rtol=1e-3, atol=1e-3)
 
 
 def test_what_an_analysis_refuses_is_one_clear_line():
@@ -176,13 +127,7 @@ def test_what_an_analysis_refuses_is_one_clear_line():
         (patch, [INTO, SOURCE, "head", difference], {}, "place='head': needs one of queries, keys"),
         (patch, [INTO, SOURCE[:4], "heads", difference], {}, r"tokens of shapes \[11\] and \[4\]: give \[T\] twice"),
         (patch, [INTO, SOURCE + 23, "heads", difference], {}, "tokens from .*: give 0 to 22"),
-        (logit_attribution, [INTO, 3, 23], {}, "tokens 3 and 23: give 0 to 22"),
-        (logit_attribution, [INTO, 3, 5], {"config": CONFIGS["sandwich"]}, DECOMPOSE),
-        (logit_attribution, [INTO, 3, 5], {"config": GPTConfig(**SIZE, logit_softcap=9.0)}, DECOMPOSE),
-        (induction_scores, [TOKENS], {"period": 5}, "period=5: the tokens do not repeat after 5"),
-        (induction_scores, [TOKENS], {"period": 11}, "period=11: needs 2 to 10, so that the segment begins again"),
-        (previous_scores, [TOKENS[:, :1]], {}, "tokens of 1 per row: give at least 2"),
     ):
-        model, params = make(how.get("config", CONFIGS["gpt2"]))
+        model, params = make(CONFIGS["gpt2"])
         with pytest.raises(UserError, match=words):
-            call(model, params, *args, **{name: value for name, value in how.items() if name != "config"})
+            call(model, params, *args, **how)
