@@ -152,7 +152,7 @@ def _open_text(config: DataConfig, known: dict[str, Any] | None) -> Dataset:
     size, digests = sum(file.stat().st_size for file in files), set[str]()
 
     def read(task: str) -> Iterator[str | None]:
-        """Yield the text in pieces, with None between two files. Report progress, and check that it is the same text."""
+        """Yield the text in pieces, some empty, with None between two files. Report progress, refuse a changed text."""
         if size >= REPORTED:
             LOG.warning("%s %s: %s", task, source, f"{size / 1e6:,.0f} MB")  # a warning, so that it is shown
         digest, done, reported, rest = hashlib.sha256(), 0, time.monotonic(), ""
@@ -161,19 +161,18 @@ def _open_text(config: DataConfig, known: dict[str, Any] | None) -> Dataset:
             digest.update(raw)
             done += len(raw)
             if piece is None:
-                yield from (rest, None) if rest else (None,)
+                yield rest
+                yield None
                 rest = ""
             else:  # the end of a piece is at a newline where possible, lest it cut a word in two for BPE
-                text = rest + piece
-                end = text.rfind("\n") + 1 or len(text)
-                rest = text[end:]
-                if end:
-                    yield text[:end]
+                rest += piece
+                end = rest.rfind("\n") + 1 or len(rest)
+                yield rest[:end]
+                rest = rest[end:]
             if time.monotonic() - reported > REPORT_EVERY:
                 LOG.warning("%s %s: %s", task, source, f"{done / size:.0%}")
                 reported = time.monotonic()
-        if rest:
-            yield rest
+        yield rest
         digests.add(digest.hexdigest())
         if len(digests) > 1:
             raise _change_error(source)
