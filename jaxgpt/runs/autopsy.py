@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import itertools
 import math
+import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,10 +20,11 @@ from jaxgpt.batch import Batch
 from jaxgpt.layers.block import NO_SHARDING
 from jaxgpt.lora import with_adapters
 from jaxgpt.parallel.trainer import Trainer
-from jaxgpt.runs.code import place_of
+from jaxgpt.runs.code import name_with_place, place_of
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.train import Params
 
+Modules = list[tuple[str, type]]  # the name and the class of each that was called
 LARGEST_NORM = float(np.finfo(np.float32).max) ** 0.5
 
 
@@ -32,7 +37,32 @@ class NonFiniteReport:
     parameter_norms: dict[str, float]  # by layer
     gradient_norms: dict[str, float]  # by layer, of the mean loss
     bad_parameters: tuple[str, ...]  # paths of parameters with non-finite values, such as h_0/mlp/c_fc/kernel
-    bad_gradients: tuple[str, ...]  # layers with non-finite gradients
+
+
+@contextlib.contextmanager
+def watch_calls(is_bad: Callable[[Any], jax.Array], called: Modules) -> Iterator[list[jax.Array]]:
+    """Yield a list that gets, for each call of a module, as it returns, whether it makes bad outputs of good inputs.
+
+    called: takes the name and the class of each. The inner one of two modules returns first.
+    """
+    called.clear()
+    flags: list[jax.Array] = []
+
+    def watch(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+        out = call(*args, **kwargs)
+        name = "/".join(context.module.path) or "the model itself, between its modules"
+        method = "" if context.method_name == "__call__" else f".{context.method_name}"
+        called.append((f"{name} ({type(context.module).__name__}{method})", type(context.module)))
+        flags.append(is_bad(out) & ~is_bad((args, kwargs)))
+        return out
+
+    with nn.intercept_methods(watch):
+        yield flags
+
+
+def find_first_bad(called: Modules, flags: jax.Array) -> tuple[str | None, type | None]:
+    """Return the name and the class of the first module whose flag is set. See `watch_calls`."""
+    return next(itertools.compress(called, np.asarray(flags)), (None, None))
 
 
 def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, step: int) -> NonFiniteReport:
@@ -45,27 +75,15 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
     attention_fn = trainer.options.attention_fn
     plain = trainer.model.clone(config=config, attention_fn=attention_fn, sharding=NO_SHARDING, parent=None)
     model, params = unstack_layers(plain, params)
-    # Modules called, and their classes, in the order in which they return: the inner one of two is blamed.
-    called: list[tuple[str, type]] = []
+    called: Modules = []
 
-    def is_finite(tree: Any) -> jax.Array:
+    def is_bad(tree: Any) -> jax.Array:
         arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
         floats = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
-        return jnp.asarray([jnp.isfinite(x).all() for x in floats]).all()  # also if there are none
+        return jnp.asarray([~jnp.isfinite(x).all() for x in floats], bool).any()  # also if there are none
 
     def loss(params: Params, micro: Batch, key: jax.Array) -> Any:
-        called.clear()
-        flags = []  # (inputs finite, outputs finite) of each call
-
-        def watch(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-            out = call(*args, **kwargs)
-            name = "/".join(context.module.path) or "the model itself, between its modules"
-            method = "" if context.method_name == "__call__" else f".{context.method_name}"
-            called.append((f"{name} ({type(context.module).__name__}{method})", type(context.module)))
-            flags.append(jnp.stack([is_finite((args, kwargs)), is_finite(out)]))
-            return out
-
-        with nn.intercept_methods(watch):
+        with watch_calls(is_bad, called) as flags:
             nats, count, _ = with_adapters(trainer.objective.make_loss(model))(params, micro, key)
         return nats, (count, jnp.stack(flags))
 
@@ -73,23 +91,21 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
     first, cls, total, targets = None, None, None, 0.0
     # The micro-batches and their dropout keys are those that `train_step` and pmap make.
     replicas, accumulated = trainer.strategy.num_replicas, trainer.split.grad_accum_steps
-    parts = jax.tree.map(lambda x: x.reshape(replicas or 1, -1, *x.shape[1:]), batch)
-    for number in range(replicas or 1):
-        step_key = jax.random.fold_in(key if replicas is None else jax.random.fold_in(key, number), step - 1)
-        part: Batch = jax.tree.map(lambda x, n=number: x[n], parts)
-        micros = part.micro_batches(accumulated)
-        for index in range(accumulated):
-            micro = jax.tree.map(lambda x, i=index: x[i], micros)
-            (nats, (count, flags)), grads = watched(params, micro, jax.random.fold_in(step_key, index))
-            bad = [at for at, (good, out) in enumerate(np.asarray(flags)) if good and not out]
-            if first is None and bad:
-                first, cls = called[bad[0]]
-            elif first is None and not np.isfinite(nats):
-                first, cls = "the loss, of finite logits", type(trainer.objective)
-            total = grads if total is None else jax.tree.map(jnp.add, total, grads)
-            targets += float(count)
+    keys = [key] if replicas is None else [jax.random.fold_in(key, number) for number in range(replicas)]
+    rows = len(batch.inputs_BT) // len(keys)
+    for number, index in itertools.product(range(len(keys)), range(accumulated)):
+        taken = slice(number * rows + index, (number + 1) * rows, accumulated)
+        micro = jax.tree.map(operator.itemgetter(taken), batch)
+        step_key = jax.random.fold_in(keys[number], step - 1)
+        (nats, (count, flags)), grads = watched(params, micro, jax.random.fold_in(step_key, index))
+        if first is None:
+            first, cls = find_first_bad(called, flags)
+        if first is None and not np.isfinite(nats):
+            first, cls = "the loss, of finite logits", type(trainer.objective)
+        total = grads if total is None else jax.tree.map(jnp.add, total, grads)
+        targets += float(count)
     gradient_norms = {name: norm / max(targets, 1.0) for name, norm in _norms(total).items()}
-    bad_gradients = tuple(name for name, norm in gradient_norms.items() if not np.isfinite(norm))
+    bad_gradients = [name for name, norm in gradient_norms.items() if not np.isfinite(norm)]
     if first is None and bad_gradients:
         first = f"the backward pass, in the gradients of {', '.join(bad_gradients)}; the forward pass is finite"
         own = {kind for _, kind in called if place_of(kind)}
@@ -98,11 +114,10 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
         first = f"the gradient's norm, {norm:.1e}, whose square float32 cannot hold; the gradient is finite"
     return NonFiniteReport(
         first=first,
-        culprit=f"{place_of(cls)}{cls.__name__}" if cls is not None and place_of(cls) else None,
+        culprit=name_with_place(cls) if place_of(cls) else None,
         parameter_norms=_norms(params),
         gradient_norms=gradient_norms,
         bad_parameters=tuple(name for name, x in _leaves(params) if not np.isfinite(x).all()),
-        bad_gradients=bad_gradients,
     )
 
 

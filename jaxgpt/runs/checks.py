@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import linen as nn
 
 from jaxgpt.batch import Batch
@@ -22,7 +23,8 @@ from jaxgpt.errors import UserError, first_line
 from jaxgpt.lora import with_adapters
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.parallel.trainer import Trainer
-from jaxgpt.runs.code import find_place, own_classes, place_of
+from jaxgpt.runs.autopsy import Modules, find_first_bad, watch_calls
+from jaxgpt.runs.code import find_place, name_with_place, own_classes, place_of
 from jaxgpt.sample.cache import jit_once
 
 LOG = logging.getLogger(__name__)
@@ -80,9 +82,7 @@ def watch_own_modules(experiment: Experiment) -> Iterator[None]:
             raise UserError(f"{place}{said}: it must return the shape of its input")
         return out
 
-    with blame_own_classes(experiment, failed=failed), contextlib.ExitStack() as stack:
-        if any(own_classes(experiment)):
-            stack.enter_context(nn.intercept_methods(watch))
+    with blame_own_classes(experiment, failed=failed), nn.intercept_methods(watch):
         yield
 
 
@@ -93,8 +93,8 @@ def _is_ours(module: Any) -> bool:
 def check_batch(batch: Batch, needed: Batch, method: Any, data: DataConfig) -> None:
     """Raise `UserError` unless a batch that a method has made has the arrays that `shape_batch` says."""
     if (got := _describe(batch)) != (expected := _describe(needed)):
-        said = f"{method.__qualname__} makes {got}, but {type(data).__name__}.shape_batch says {expected}"
-        raise UserError(f"{place_of(method)}{said}: change one of them")
+        said = f"makes {got}, but {type(data).__name__}.shape_batch says {expected}"
+        raise UserError(f"{name_with_place(method)} {said}: change one of them")
 
 
 def _describe(batch: Batch) -> str:
@@ -118,7 +118,7 @@ def check_rows(experiment: Experiment, dataset: Dataset, batch_size: int) -> Non
             _read_row(training(block_size=T, seed=train.seed), 0, training, needed, experiment)
     with blame_own_classes(data, validation):
         count, read = validation(block_size=T, stride=T, max_tokens=train.eval_tokens, prefix_length=0)
-        said = f"{place_of(validation)}{validation.__qualname__} has {count} rows"
+        said = f"{name_with_place(validation)} has {count} rows"
         if count < 1:
             raise UserError(f"{said}: it needs one at least")
         _read_row(read, 0, validation, needed, experiment)
@@ -139,8 +139,8 @@ def _read_row(read: RowReader, number: int, method: Any, needed: Batch, experime
     targets_BT = row.targets_BT if row.mask_BT is None else row.targets_BT[row.mask_BT]
     ids = np.concatenate([row.inputs_BT.ravel(), targets_BT.ravel()])
     if ids.min() < 0 or ids.max() >= vocab_size:
-        said = f"{method.__qualname__}: row {number} has tokens from {ids.min()} to {ids.max()}"
-        raise UserError(f"{place_of(method)}{said}: they must be from 0 to {vocab_size - 1}, as the vocabulary has")
+        said = f"{name_with_place(method)}: row {number} has tokens from {ids.min()} to {ids.max()}"
+        raise UserError(f"{said}: they must be from 0 to {vocab_size - 1}, as the vocabulary has")
     return row
 
 
@@ -149,23 +149,22 @@ def check_step(experiment: Experiment, trainer: Trainer) -> None:
     if not any(own_classes(experiment)):
         return
     state, batch, key = trainer.abstract_state, trainer.abstract_batch, jax.eval_shape(jax.random.key, 0)
-    with watch_own_modules(experiment):
-        loss = experiment.objective.make_loss(experiment.model.make_model())
-        params = jax.eval_shape(trainer.merge, state.params, state.frozen_params)
-        for each in (key, None):
-            found = jax.eval_shape(with_adapters(loss), params, batch, each)
-            kinds = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape) or ''}", found)
-            is_triple = isinstance(found, tuple) and len(found) == 3 and isinstance(found[2], dict)
-            if not is_triple or any(x.shape for x in jax.tree.leaves(found)):
-                place = place_of(loss) or place_of(type(experiment.objective))
-                said = f"the loss of {type(experiment.objective).__name__} returns {kinds}"
-                needs = "(the sum in nats, the number of targets, {metric: its sum}), where each must be a scalar"
-                raise UserError(f"{place}{said}: it needs {needs}")
-        _, metrics = jax.eval_shape(trainer.train_step, state, batch, key)
-        for name, x in metrics.items():
-            if x.shape:
-                raise UserError(f"the metric {name!r} has the shape {list(x.shape)}: it must be a scalar")
-        jax.eval_shape(trainer.eval_step, jax.eval_shape(trainer.merged_params, state), batch)
+    loss = experiment.objective.make_loss(experiment.model.make_model())
+    params = jax.eval_shape(trainer.merge, state.params, state.frozen_params)
+    for each in (key, None):
+        found = jax.eval_shape(with_adapters(loss), params, batch, each)
+        kinds = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape) or ''}", found)
+        is_triple = isinstance(found, tuple) and len(found) == 3 and isinstance(found[2], dict)
+        if not is_triple or any(x.shape for x in jax.tree.leaves(found)):
+            place = place_of(loss) or place_of(type(experiment.objective))
+            said = f"the loss of {type(experiment.objective).__name__} returns {kinds}"
+            needs = "(the sum in nats, the number of targets, {metric: its sum}), where each must be a scalar"
+            raise UserError(f"{place}{said}: it needs {needs}")
+    _, metrics = jax.eval_shape(trainer.train_step, state, batch, key)
+    for name, x in metrics.items():
+        if x.shape:
+            raise UserError(f"the metric {name!r} has the shape {list(x.shape)}: it must be a scalar")
+    jax.eval_shape(trainer.eval_step, jax.eval_shape(trainer.merged_params, state), batch)
 
 
 def check_model(experiment: Experiment, batch: Batch) -> None:
@@ -174,60 +173,46 @@ def check_model(experiment: Experiment, batch: Batch) -> None:
     The next token's loss would reward a model that reads later tokens. One row is read twice, with other tokens in its
     second half. An objective of the user's own may want such a model: then this is only a warning.
     """
-    if not experiment.model.is_foreign:
-        return
     # Without scan and remat: an interceptor may not leave their traces.
     model: Any = dataclasses.replace(experiment.model, scan_layers=False, remat="none").make_model()
-    shapes = model.shapes()
-    if count_parameters(shapes) > LARGEST_CHECKED or batch.inputs_BT.shape[1] < 2:
+    if count_parameters(model.shapes()) > LARGEST_CHECKED or batch.inputs_BT.shape[1] < 2:
         return
     half = batch.inputs_BT.shape[1] // 2
     rows = jax.tree.map(lambda x: np.repeat(np.asarray(x[:1]), 2, axis=0), batch)
     tokens_BT = rows.inputs_BT.copy()
     tokens_BT[1, half:] = (tokens_BT[1, half:] + 1) % experiment.model.vocab_size
-    kinds: list[type] = []  # classes of the modules that are called
+    called: Modules = []
 
-    def early_differs(x: Any) -> jax.Array:
-        arrays = [x] if isinstance(x, jax.Array) and x.ndim > 1 and x.shape[:2] == tokens_BT.shape else []
+    def early_differs(tree: Any) -> jax.Array:
+        arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and x.shape[:2] == tokens_BT.shape]
         parts = [x[:, :half].astype(jnp.float32) for x in arrays]
-        return jnp.asarray([jnp.abs(p[0] - p[1]).max() > DIFFERS * jnp.abs(p).max() for p in parts]).any()
+        return jnp.asarray([jnp.abs(p[0] - p[1]).max() > DIFFERS * jnp.abs(p).max() for p in parts], bool).any()
 
-    def read(params: Any) -> tuple[jax.Array, ...]:
-        flags = []
-
-        def watch(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
-            out = call(*args, **kwargs)
-            kinds.append(type(context.module))
-            flags.append(jnp.stack([early_differs(args[0] if args else None), early_differs(out)]))
-            return out
-
+    def read(key: jax.Array) -> tuple[jax.Array, ...]:
+        params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+        # With noise in the parameters: projections that begin as zero would hide what their inputs are.
+        noise = optax.tree.random_like(jax.random.fold_in(key, 1), params)
+        noisy = {"params": optax.tree.add_scale(params, 0.05, noise)}
         own = inspect.signature(type(model).__call__).parameters  # other extras are the objective's
         extras = {name: x for name, x in (rows.extras or {}).items() if name in own} | {"segments_BT": rows.segments_BT}
-        with nn.intercept_methods(watch):
-            x_BTD = model.apply({"params": params}, jnp.asarray(tokens_BT), method="hidden_states", **extras)
-        logits_BTV = model.apply({"params": params}, jnp.asarray(tokens_BT), **extras)
-        parts_BTV = model.apply({"params": params}, x_BTD, method="unembed")
+        with watch_calls(early_differs, called) as flags:
+            x_BTD = model.apply(noisy, jnp.asarray(tokens_BT), method="hidden_states", **extras)
+        logits_BTV = model.apply(noisy, jnp.asarray(tokens_BT), **extras)
+        parts_BTV = model.apply(noisy, x_BTD, method="unembed")
         # With noise a logarithm, say, may be NaN. The first step shows whether it is without.
         is_sum = jnp.allclose(logits_BTV, parts_BTV, rtol=1e-3, atol=1e-3, equal_nan=True)
         return early_differs(x_BTD), jnp.stack(flags), is_sum
 
-    def read_noisy(key: jax.Array, noise: Any) -> tuple[jax.Array, ...]:
-        """Read with noise in the parameters: projections that begin as zero would hide what their inputs are."""
-        params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-        return read(jax.tree.map(lambda x, noise: x + 0.05 * noise, params, noise))
-
-    draw = np.random.default_rng(0)
-    noise = jax.tree.map(lambda x: draw.normal(size=x.shape).astype(np.float32), shapes)
     with watch_own_modules(experiment):
-        differs, flags, is_sum = jit_once(read_noisy)(jax.random.key(0), noise)
+        differs, flags, is_sum = jit_once(read)(jax.random.key(0))
     if not bool(is_sum):
-        said = f"{type(model).__name__}.__call__ is not unembed(hidden_states(tokens)), by which models are sampled"
-        raise UserError(f"{place_of(type(model))}{said}: move it there")
+        said = "__call__ is not unembed(hidden_states(tokens)), by which models are sampled"
+        raise UserError(f"{name_with_place(type(model))}.{said}: move it there")
     if not bool(differs):
         return
-    kinds = [kind for kind, (before, after) in zip(kinds, np.asarray(flags), strict=True) if after and not before]
-    place = (place_of(kinds[0]) if kinds else "") or place_of(type(experiment.model))
-    said = f"{place}{type(experiment.model).__name__}: {kinds[0].__name__ if kinds else 'the model'} is not causal"
+    _, kind = find_first_bad(called, flags)
+    place = place_of(kind) or place_of(type(experiment.model))
+    said = f"{place}{type(experiment.model).__name__}: {kind.__name__ if kind else 'the model'} is not causal"
     said += ": what it writes at a token depends on later ones, which the loss asks it to predict"
     if type(experiment.objective).make_loss is ObjectiveConfig.make_loss:
         raise UserError(f"{said}. Mask them")

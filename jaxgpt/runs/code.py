@@ -11,15 +11,15 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.abc
-import importlib.machinery
 import inspect
+import itertools
 import os
 import sys
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib.machinery import PathFinder
-from importlib.util import decode_source
+from importlib.machinery import ModuleSpec
+from importlib.util import decode_source, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +52,10 @@ class Code:
         """Return what follows the names of these modules in `sys.modules`."""
         return f"@{json_sha256(self.digests)[:16]}"
 
-    def write(self, directory: Path) -> None:
-        """Write the files into a directory."""
-        for name, raw in self.files.items():
-            place = directory / name
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(raw)
-
     def find(self, module: str) -> str | None:
-        """Return the file of a module: a.b is a/b.py or a/b/__init__.py."""
+        """Return the file of a module: a.b is a/b/__init__.py or, if that is not there, a/b.py."""
         path = module.replace(".", "/")
-        return next((name for name in (f"{path}.py", f"{path}/__init__.py") if name in self.files), None)
+        return next((name for name in (f"{path}/__init__.py", f"{path}.py") if name in self.files), None)
 
 
 def collect(path: Path, module: str) -> Code:
@@ -75,23 +68,21 @@ def collect(path: Path, module: str) -> Code:
     is_installed = _is_installed(folder)  # all other packages are there too
     files: dict[str, bytes] = {}
 
-    def add(name: str, file: Path) -> None:
-        if name in files or not (
-            file.is_file() or file == resolved
-        ):  # that one was named: what is wrong with it is told
+    def add(name: str) -> None:
+        file = folder / name
+        is_named = file == resolved  # what is wrong with that one is told
+        if name in files or not (is_named or file.is_file()):
             return
         files[name] = read_bytes(file, LARGEST_FILE)
         with contextlib.suppress(SyntaxError, ValueError):  # reported when it is run
             for module in _imports(ast.parse(files[name]), name):
-                top, inner = module.partition(".")[0], module.replace(".", "/")
+                top = module.partition(".")[0]
                 if top == own or not (is_installed or _is_elsewhere(top)):
-                    parts = module.split(".")
-                    for n in range(1, len(parts) + 1):
-                        package = "/".join(parts[:n])
-                        add(f"{package}/__init__.py", folder / package / "__init__.py")
-                    add(f"{inner}.py", folder / f"{inner}.py")
+                    places = list(itertools.accumulate(module.split("."), "{}/{}".format))
+                    for each in (*(f"{place}/__init__" for place in places), places[-1]):
+                        add(f"{each}.py")
 
-    add(resolved.relative_to(folder).as_posix(), resolved)
+    add(resolved.relative_to(folder).as_posix())
     return Code(folder, files)
 
 
@@ -131,10 +122,9 @@ def find_place(e: BaseException, classes: Iterable[type] = ()) -> str:
     """
     files = [getattr(sys.modules.get(cls.__module__), "__file__", None) for cls in classes]
     folders = [Path(file).resolve().parent for file in files if file is not None] or [Path("/")]
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(e.__traceback__)]
-    own = [(file, line) for file, line in frames if is_own_file(file)]
-    near = [f"{file}:{line}: " for file, line in own if any(map(Path(file).resolve().is_relative_to, folders))]
-    return near[-1] if near else ""
+    frames = [x for x in traceback.extract_tb(e.__traceback__) if is_own_file(x.filename)]
+    near = [x for x in frames if any(map(Path(x.filename).resolve().is_relative_to, folders))]
+    return f"{near[-1].filename}:{near[-1].lineno}: " if near else ""
 
 
 def place_of(owner: Any) -> str:
@@ -145,72 +135,76 @@ def place_of(owner: Any) -> str:
     return "{}:{}: ".format(*min(own)) if own else ""
 
 
+def name_with_place(owner: Any) -> str:
+    """Return "FILE:LINE: NAME" of a function or class, or only its name if it is not the user's."""
+    return f"{place_of(owner)}{owner.__qualname__}"
+
+
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import modules of a `Code`, and others of its folder, under names of their own."""
+    """Import modules of a `Code` under names of their own."""
 
-    def __init__(self, code: Code, others: bool):
-        """Take the code. With `others`, find also files of the folder that no import statement names."""
-        self.code, self.others, self.served = code, others, set[str]()
+    def __init__(self, code: Code):
+        """Take the code."""
+        self.code = code
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of a module of this code, as Python finds it in the folder."""
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return the spec of a module of this code, or of a folder without __init__.py."""
         if _is_elsewhere(fullname.partition(".")[0]):
             return None
-        spec = PathFinder.find_spec(fullname, [str(self.code.folder)] if path is None else path)
-        if spec is None or (spec.has_location and not self._has(Path(spec.origin or ""))):
-            return None
-        self.served.add(fullname)
-        if spec.has_location:  # not a folder without __init__.py
-            spec.loader = self
-        return spec
+        file, inner = self.code.find(fullname), f"{fullname.replace('.', '/')}/"
+        if file is not None:
+            return spec_from_file_location(fullname, self.code.folder / file, loader=self)
+        is_folder = any(name.startswith(inner) for name in self.code.files)
+        return ModuleSpec(fullname, None, is_package=True) if is_folder else None
 
-    def _has(self, file: Path) -> bool:
-        return file.suffix == ".py" and (
-            self.others or file.relative_to(self.code.folder).as_posix() in self.code.files
-        )
+    def is_package(self, fullname: str) -> bool:
+        """Return whether a module is a folder."""
+        return str(self.code.find(fullname)).endswith("__init__.py")
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
         """Return the module if another one of this code has imported it."""
-        return sys.modules.get(f"{spec.name}{self.code.tag}") if self.code.find(spec.name) else None
+        return sys.modules.get(f"{spec.name}{self.code.tag}")
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Run a module's source, unless it has been run."""
-        if module.__name__.endswith(self.code.tag):
-            return
-        assert module.__spec__ is not None and module.__spec__.origin is not None
-        origin = Path(module.__spec__.origin)
-        name = origin.relative_to(self.code.folder).as_posix()
-        raw = self.code.files[name] if name in self.code.files else read_bytes(origin, LARGEST_FILE)
-        run_source(module, raw, str(origin), self.code.tag)
+        if not module.__name__.endswith(self.code.tag):
+            _run_source(module, self.code, str(self.code.find(module.__name__)))
 
 
-def run_source(module: types.ModuleType, raw: bytes, file: str, tag: str) -> None:
-    """Run source in a module, which from now on is in `sys.modules` under its name and the tag."""
-    module.__name__ = f"{module.__name__.partition('@')[0]}{tag}"
+def _run_source(module: types.ModuleType, code: Code, name: str) -> None:
+    """Run a file of code in a module, which from now on is in `sys.modules` under its name and the code's tag."""
+    module.__name__ += code.tag
     sys.modules[module.__name__] = module
-    exec(compile(decode_source(raw), file, "exec", dont_inherit=True), vars(module))
+    source = decode_source(code.files[name])
+    exec(compile(source, str(module.__file__), "exec", dont_inherit=True), vars(module))
+
+
+def _run_alone(code: Code, module: str, name: str, file: Path) -> types.ModuleType:
+    """Run a file of code as a module that is in no package, even if Python's library has one of its name."""
+    made = types.ModuleType(module)
+    made.__file__ = str(file)
+    _run_source(made, code, name)
+    return made
 
 
 @contextlib.contextmanager
-def _importing(code: Code, *, others: bool) -> Iterator[_Finder]:
+def _importing(code: Code) -> Iterator[None]:
     """Let imports find this code first. Afterwards only the names with its tag are left in `sys.modules`."""
-    finder = _Finder(code, others)
     tops = {Path(name).parts[0].removesuffix(".py") for name in code.files}
-    hidden = {name: x for name, x in sys.modules.items() if name.partition(".")[0] in tops and not _is_elsewhere(name)}
-    for name in hidden:  # modules of these names from another folder, or of another version
-        del sys.modules[name]
-    search_path = list(sys.path)
+
+    def take_away() -> dict[str, types.ModuleType]:
+        """Remove modules of this code's names, such as those from another folder, or of another version."""
+        names = [name for name in sys.modules if name.partition(".")[0] in tops and not _is_elsewhere(name)]
+        return {name: sys.modules.pop(name) for name in names if "@" not in name}
+
+    hidden, search_path, finder = take_away(), list(sys.path), _Finder(code)
     sys.meta_path.insert(0, finder)
-    if others:  # whatever else Python finds in a program's folder
-        sys.path.insert(0, str(code.folder))
-    importlib.invalidate_caches()  # a module may have been written since the folder was last read
     try:
-        yield finder
+        yield
     finally:
         sys.meta_path.remove(finder)
         sys.path[:] = search_path
-        for name in finder.served:
-            sys.modules.pop(name, None)
+        take_away()
         sys.modules.update(hidden)
 
 
@@ -231,14 +225,13 @@ def run_file(path: Path) -> types.ModuleType:
 
     It imports what `python FILE` can: modules of its folder first. What it prints goes to stderr.
     """
-    module = types.ModuleType(path.stem)
-    module.__file__ = str(path)
     with _one_line(path):
         code = collect(path, path.stem)
         name = path.resolve().relative_to(code.folder).as_posix()
-        with contextlib.redirect_stdout(sys.stderr), _importing(code, others=True):
-            run_source(module, code.files[name], str(path), code.tag)
-    return module
+        with contextlib.redirect_stdout(sys.stderr), _importing(code):
+            sys.path.insert(0, str(code.folder))  # whatever else Python finds in a program's folder
+            importlib.invalidate_caches()  # a module may have been written since the folder was last read
+            return _run_alone(code, path.stem, name, path)
 
 
 def code_of(cls: type) -> Code | None:
@@ -251,13 +244,9 @@ def code_of(cls: type) -> Code | None:
 
 def own_code(config: Any) -> Code | None:
     """Return the files of all classes in a configuration that are not jaxgpt's, or None if there are none."""
-    files: dict[str, bytes] = {}
-    folder = None
-    for cls in own_classes(config):
-        if (code := code_of(cls)) is not None:
-            folder = folder or code.folder
-            files |= code.files
-    return None if folder is None else Code(folder, files)
+    codes = [code for cls in own_classes(config) if (code := code_of(cls)) is not None]
+    files = {name: raw for code in codes for name, raw in code.files.items()}
+    return Code(codes[0].folder, files) if codes else None
 
 
 def own_classes(config: Any) -> Iterator[type]:
@@ -271,7 +260,10 @@ def own_classes(config: Any) -> Iterator[type]:
 
 def keep_code(directory: Path, code: Code) -> None:
     """Write code into a run directory, and trust it on this machine from now on: it is what the user trains with."""
-    code.write(directory / FOLDER)
+    for name, raw in code.files.items():
+        place = directory / FOLDER / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(raw)
     make_cache(_trusted())
     (_trusted() / json_sha256(code.digests)).touch()
 
@@ -280,12 +272,9 @@ def read_code(directory: Path) -> Code:
     """Return the code in a run directory, which may be somebody else's. None of it is run."""
     place, files = directory / FOLDER, {}
     if is_there(place, "It holds the code of the run's own classes.") and place.is_dir():
-        for at, folders, names in os.walk(place):  # which follows no links
-            folders[:] = [name for name in folders if name != "__pycache__"]
-            for name in names:
-                path = Path(at) / name
-                if path.suffix == ".py" and path.is_file() and not path.is_symlink():
-                    files[path.relative_to(place).as_posix()] = read_bytes(path, LARGEST_FILE)
+        for path in place.rglob("*.py"):  # which follows no links to folders
+            if path.is_file() and not path.is_symlink():
+                files[path.relative_to(place).as_posix()] = read_bytes(path, LARGEST_FILE)
     return Code(place.resolve(), files)
 
 
@@ -355,13 +344,11 @@ def find_class(
         )
     tagged = f"{module}{code.tag}"
     if tagged not in sys.modules:
-        with _one_line(code.folder / file), contextlib.redirect_stdout(sys.stderr), _importing(code, others=False):
+        with _one_line(code.folder / file), contextlib.redirect_stdout(sys.stderr), _importing(code):
             if "." in module:
                 importlib.import_module(module)
             else:
-                alone = types.ModuleType(module)
-                alone.__file__ = str(code.folder / file)
-                run_source(alone, code.files[file], alone.__file__, code.tag)
+                _run_alone(code, module, file, code.folder / file)
     found: Any = sys.modules[tagged]
     for part in qualified.split("."):
         found = getattr(found, part, None)
@@ -392,13 +379,13 @@ def _program(raw: bytes) -> str:
     """Return what a file defines, without comments, docstrings and experiments."""
     tree = ast.parse(raw)
     values = {"experiment", "variants", "callbacks"}
-    tree.body = [
-        x for x in tree.body if not (isinstance(x, ast.Assign) and {ast.unparse(t) for t in x.targets} <= values)
-    ]
+    assigned = [x for x in tree.body if isinstance(x, ast.Assign)]
+    left_out = [x for x in assigned if {ast.unparse(target) for target in x.targets} <= values]
+    left_out += [x for x in ast.walk(tree) if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)]
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            node.body = [x for x in body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]  # type: ignore[missing-attribute]
+            body[:] = [x for x in body if x not in left_out]
     return ast.dump(tree)
 
 

@@ -169,7 +169,7 @@ class RunMetadata:
     versions: dict  # versions of Python, jaxgpt and the packages that it computed with when the run was started
     device: str  # kind of device on which the run was started
     command: str | None  # command that started the run
-    intervals: tuple[Intervals, ...]  # by session, where they changed. The first are those of `given`
+    intervals: tuple[Intervals, ...]  # by session, where they changed; the first ones are in `given` too
     code: dict | None  # SHA-256 of each file of its own classes, kept in code/. None if it has none, or no file
     __repr__ = short_repr
 

@@ -205,11 +205,8 @@ def restore_merged_params(metadata: RunMetadata, checkpoints: Checkpoints, step:
     try:
         base = load_base(metadata)
     except UserError as e:
-        remedy, base = (
-            f"Restore that model, or copy it next to {metadata.directory}",
-            metadata.experiment.train.init_from,
-        )
-        raise UserError(f"the run has only adapters, for {base}: {e}. {remedy}") from None
+        said = f"the run has only adapters, for {metadata.experiment.train.init_from}: {e}"
+        raise UserError(f"{said}. Restore that model, or copy it next to {metadata.directory}") from None
     params, adapters = base.read(like), restore_adapters(metadata, checkpoints, step, like)
     shardings = jax.tree.map(lambda x: x.sharding, like)
     return jax.jit(merge_adapters, static_argnums=0, out_shardings=shardings)(lora, adapters, params)

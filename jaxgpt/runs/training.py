@@ -27,18 +27,10 @@ from jaxgpt.parallel import multihost
 from jaxgpt.parallel.device import check_memory
 from jaxgpt.parallel.strategy import ONE_DEVICE, StepFn
 from jaxgpt.parallel.trainer import Trainer, gather_params, make_trainer
+from jaxgpt.runs import checks
 from jaxgpt.runs.autopsy import debug_step
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.checks import (
-    LARGEST_CHECKED,
-    blame_own_classes,
-    check_batch,
-    check_model,
-    check_rows,
-    check_step,
-    watch_own_modules,
-)
-from jaxgpt.runs.code import check_same_code, own_classes, place_of
+from jaxgpt.runs.code import check_same_code, name_with_place, own_classes
 from jaxgpt.runs.directory import RunMetadata, check_same_tokenizer
 from jaxgpt.runs.pretrained import Weights, resolve_init_from
 from jaxgpt.train import Metrics, Params, TrainState, init_and_dropout_keys, why_skipped
@@ -130,7 +122,7 @@ class Training:
         batch, metrics = self._roll_out(step, state, batch)
         batch = self.trainer.strategy.shard_batch(batch)
         if self.dataset.roll_out is not None:
-            check_batch(batch, self.trainer.abstract_batch, self.dataset.roll_out, self.experiment.data)
+            checks.check_batch(batch, self.trainer.abstract_batch, self.dataset.roll_out, self.experiment.data)
         return batch, metrics
 
     def _roll_out(self, step: int, state: TrainState, batch: Batch) -> tuple[Batch, Metrics]:
@@ -151,7 +143,7 @@ class Training:
             rows=rows,
             prefetch=prefetch,
         )
-        with blame_own_classes(data, method), contextlib.closing(batches):
+        with checks.blame_own_classes(data, method), contextlib.closing(batches):
             yield from batches
 
     def take_steps(self, state: TrainState, start: int, stop: int) -> Iterator[tuple[int, TrainState, Metrics]]:
@@ -173,11 +165,15 @@ class Training:
         losses = {name: loss(self._validation_windows(split, each)) for name, (_, split) in parts.items()}
         return sum(parts[name][0] * x for name, x in losses.items()), {} if "" in losses else losses
 
+    @property
+    def validation_batch_size(self) -> int:
+        """Return the number of rows in a batch of the validation, over all devices."""
+        return self.trainer.strategy.data_parallel_size * self.trainer.split.micro_batch_size
+
     def _validation_windows(self, split: Split, max_tokens: int | None) -> Iterator[Batch]:
         """Yield the batches over which the loss of a split is measured, sharded over the devices."""
-        strategy = self.trainer.strategy
-        size = strategy.data_parallel_size * self.trainer.split.micro_batch_size  # in one batch, over all devices
-        with blame_own_classes(self.experiment.data, split.validation_rows):
+        strategy, size = self.trainer.strategy, self.validation_batch_size
+        with checks.blame_own_classes(self.experiment.data, split.validation_rows):
             windows = validation_batches(
                 split,
                 block_size=self.experiment.model.block_size,
@@ -194,28 +190,28 @@ class Training:
         """
         own = [cls for cls in own_classes(self.experiment) if not issubclass(cls, DataConfig)]
         trainer = self.trainer
-        if not own or trainer.parameters[0] > LARGEST_CHECKED:
+        if not own or trainer.parameters[0] > checks.LARGEST_CHECKED:
             return
-        where = f"{place_of(own[0])}{own[0].__name__}"  # unless a module is found
-        with blame_own_classes(self.experiment):
+        with checks.blame_own_classes(self.experiment):
             state = self.restore_or_init(0)
             params = trainer.merged_params(state)
             nats, _ = self.measure_val_loss(lambda windows: float(trainer.eval_step(params, next(windows))[0]))
             ((_, state, metrics),) = self.take_steps(state, 0, 1)
+        to_blame, how = name_with_place(own[0]), None
         if int(metrics["in_a_row"]):  # the step was skipped
+            how = f"at the first step the {why_skipped(metrics)}"
             before = self.restore_or_init(0)
             params, batch = gather_params(trainer, before), self.whole_batch(1, before)
-            found = None if params is None else debug_step(trainer, params, batch, self.dropout_key, 1)
-            first = "" if found is None or found.first is None else f" (in {found.first})"
-            where = where if found is None else found.culprit or where
-            raise UserError(f"{where} gives NaN or infinity{first}: at the first step the {why_skipped(metrics)}")
-        if not np.isfinite(nats):
-            raise UserError(f"{where} gives NaN or infinity: the validation loss of the first batch is {nats}")
-        if not all(jax.tree.leaves(jax.tree.map(lambda x: bool(jnp.isfinite(x).all()), state.params))):
-            place = place_of(type(self.experiment.optim))
-            raise UserError(
-                f"{place}{type(self.experiment.optim).__name__} gives NaN or infinity: its first update does"
-            )
+            if params is not None:
+                found = debug_step(trainer, params, batch, self.dropout_key, 1)
+                to_blame = found.culprit or to_blame
+                how = how if found.first is None else f"{how}, first in {found.first}"
+        elif not np.isfinite(nats):
+            how = f"the validation loss of the first batch is {nats}"
+        elif not all(jnp.isfinite(x).all() for x in jax.tree.leaves(state.params)):
+            to_blame, how = name_with_place(type(self.experiment.optim)), "its first update does"
+        if how is not None:
+            raise UserError(f"{to_blame} gives NaN or infinity: {how}")
 
 
 def _merge(config: LoraConfig, params: Params, frozen_params: Params | None) -> Params:
@@ -246,7 +242,7 @@ def open_training(
     if recorded is not None:
         checkpoints.check_depth(recorded.model)
     resolved, weights = resolve_init_from(experiment, recorded)
-    with blame_own_classes(resolved.data, resolved.data.open_dataset):
+    with checks.blame_own_classes(resolved.data, resolved.data.open_dataset):
         if recorded is None:
             dataset = resolved.data.open_dataset(resolved.model)
         else:
@@ -254,14 +250,14 @@ def open_training(
         needs = "its fingerprint needs tokenizer_sha256=fingerprint(tokenizer) of data.tokenizer"
         if not isinstance(dataset, Dataset):
             raise TypeError(f"it returns a {type(dataset).__name__}, and must return a Dataset of jaxgpt.data.pipeline")
-        if _is_own(resolved.data) and "tokenizer_sha256" not in dataset.fingerprint:
+        if any(own_classes(resolved.data)) and "tokenizer_sha256" not in dataset.fingerprint:
             raise UserError(f"{type(resolved.data).__name__}.open_dataset: {needs}")
     if dataset.roll_out is not None and multihost.is_multiprocess():
         raise UserError(f"{type(resolved.data).__name__} draws its rows from the model, in one process: start only one")
     resolved = dataclasses.replace(resolved, model=resolve_vocab(resolved.model, dataset.tokenizer))
-    with watch_own_modules(resolved):
+    with checks.watch_own_modules(resolved):
         trainer = make_trainer(resolved, recorded=None if recorded is None else recorded.given)
-    check_step(resolved, trainer)
+        checks.check_step(resolved, trainer)
     width = resolved.model.block_size * resolved.model.n_embd
     activation = trainer.split.micro_batch_size * width * 2  # bytes of a single one
     check_memory(trainer.abstract_state, activation, trainer.strategy.devices)
@@ -274,18 +270,13 @@ def open_training(
         weights=weights,
         checkpoints=checkpoints,
     )
-    if recorded is None and _is_own(resolved.data):
-        batch_size = trainer.strategy.data_parallel_size * trainer.split.micro_batch_size
-        check_rows(resolved, dataset, batch_size)
     if recorded is None:
+        if any(own_classes(resolved.data)):
+            checks.check_rows(resolved, dataset, training.validation_batch_size)
         training.check_first_step()
-    if recorded is None and resolved.model.is_foreign:
-        check_model(resolved, training.whole_batch(1))
+        if resolved.model.is_foreign:
+            checks.check_model(resolved, training.whole_batch(1))
     return training
-
-
-def _is_own(config: Any) -> bool:
-    return any(own_classes(config))
 
 
 def with_horizons(metadata: RunMetadata, experiment: Experiment, *, extend: bool | None) -> Experiment:
@@ -363,8 +354,8 @@ def describe_data_changes(before: dict[str, Any], now: dict[str, Any]) -> list[s
         return [f"source {n}: {change}" for n, (old, new) in both for change in describe_data_changes(old, new)]
     files, files_now = before.get("files"), now.get("files")
     if isinstance(files, dict) and isinstance(files_now, dict) and files != files_now:
-        kinds = {"is missing": files.keys() - files_now, "is new": files_now.keys() - files}
-        kinds["has changed"] = {name for name in files.keys() & files_now if files[name] != files_now[name]}
-        return [f"{name} {kind}" for kind, names in kinds.items() for name in sorted(names)]
+        changed = [name for name in sorted({**files, **files_now}) if files.get(name) != files_now.get(name)]
+        words = {(True, False): "is missing", (False, True): "is new", (True, True): "has changed"}
+        return [f"{name} {words[name in files, name in files_now]}" for name in changed]
     changed = [name for name, value in now.items() if before.get(name) != value]
     return [f"{name} {str(before.get(name))[:12]} -> {str(now[name])[:12]}" for name in changed]

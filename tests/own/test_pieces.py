@@ -379,11 +379,11 @@ class Optim(OptimConfig):
         return optax.scale(float("nan"))
 """
 NOT_FINITE = {
-    **{f"model=Model(fault='log', at='{at}', **small)": r"mine.py:\d+: M gives NaN .*\(in h_0.* \(M\)\)" for at in ("mlp", "attention", "block", "norm")},
+    **{f"model=Model(fault='log', at='{at}', **small)": r"mine.py:\d+: M gives NaN .*, first in h_0.* \(M\)" for at in ("mlp", "attention", "block", "norm")},
     "model=Model(fault='inf', **small)": "M gives NaN or infinity",
-    "model=Model(fault='slope', **small)": "M gives NaN or infinity .in the backward pass",
-    "model=Model(at='activation', **small)": r"mine.py:\d+: Model gives NaN .*\(in h_0/mlp \(MLP\)\)",
-    "model=GPTConfig(**small), objective=Loss()": r"mine.py:\d+: Loss gives NaN .* \(in the loss, of finite logits\)",
+    "model=Model(fault='slope', **small)": "M gives NaN or infinity: .*, first in the backward pass",
+    "model=Model(at='activation', **small)": r"mine.py:\d+: Model gives NaN .*, first in h_0/mlp \(MLP\)",
+    "model=GPTConfig(**small), objective=Loss()": r"mine.py:\d+: Loss gives NaN .*, first in the loss, of finite logits",
     "model=GPTConfig(**small), objective=Loss(in_training=False)": "Loss gives NaN or infinity: the validation loss of the first",
     "model=GPTConfig(**small), optim=Optim()": r"mine.py:\d+: Optim gives NaN or infinity: its first update",
 }  # fmt: skip
