@@ -194,39 +194,51 @@ def test_only_the_command_line_prints():
 
 # The most lines of Python of each part, all of it counted. A part that shrinks takes its number down with it.
 BUDGET = {
-    "the flat files": 2_095,
+    "the flat files": 2_055,
     "config": 1_080,
     "layers": 1_230,
-    "parallel": 1_675,
+    "parallel": 1_545,
     "data": 2_490,
-    "sample": 2_485,
+    "sample": 2_230,
     "runs": 2_160,
     "hf": 1_355,
     "gguf": 675,
-    "interventions": 875,
+    "interventions": 590,
     "serve": 1_400,
     "cli": 1_130,
     "tools": 4_530,
-    "all of jaxgpt": 23_130,
-    "tests": 27_735,
+    "all of jaxgpt": 23_070,
+    "tests": 27_600,
 }
+# Lines that repairs added to a part and that others have paid, so that the sum fell. These numbers only fall, too: a part
+# gives back what it owes with the next change of its structure.
+OWED = {"data": 320, "runs": 226, "hf": 21, "tools": 24, "cli": 9, "gguf": 10, "config": 3}
+# Nodes of Python's syntax tree, which no formatting changes: lines alone became dense.
+NODES = {"all of jaxgpt": 192_200, "tests": 254_000}
 FILES = 130  # of the package
 
 
-def count_lines():
-    """{part: (files, lines)}."""
+def count_parts():
+    """{part: (files, lines, nodes)}."""
     parts = {name: list((PACKAGE / name).rglob("*.py")) for name in BUDGET if (PACKAGE / name).is_dir()}
     parts["the flat files"] = list(PACKAGE.glob("*.py"))
     parts["all of jaxgpt"] = list(PACKAGE.rglob("*.py"))
     parts["tests"] = list((REPOSITORY / "tests").rglob("*.py"))
-    return {name: (len(files), sum(len(f.read_text().splitlines()) for f in files)) for name, files in parts.items()}
+    counted = {}
+    for name, files in parts.items():
+        texts = [file.read_text() for file in files]
+        nodes = sum(sum(1 for _ in ast.walk(ast.parse(text))) for text in texts) if name in NODES else 0
+        counted[name] = (len(files), sum(len(text.splitlines()) for text in texts), nodes)
+    return counted
 
 
 def test_the_house_keeps_its_budget():
-    counted = count_lines()
-    table = "\n".join(f"{part:<16} {counted[part][1]:>7,} of {most:>7,}" for part, most in BUDGET.items())
+    counted = count_parts()
+    most = {part: lines + OWED.get(part, 0) for part, lines in BUDGET.items()}
+    table = "\n".join(f"{part:<16} {counted[part][1]:>7,} of {lines:>7,}" for part, lines in most.items())
     print(table)
-    assert [part for part, most in BUDGET.items() if counted[part][1] > most] == [], table
+    assert [part for part, lines in most.items() if counted[part][1] > lines] == [], table
+    assert {part: counted[part][2] for part, nodes in NODES.items() if counted[part][2] > nodes} == {}
     assert counted["all of jaxgpt"][0] <= FILES
 
 
