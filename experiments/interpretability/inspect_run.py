@@ -10,7 +10,7 @@ Command     python experiments/interpretability/inspect_run.py runs/mine [--rows
 Hardware    two cores of an AMD EPYC (family 25, model 1): half a minute of CPU time.
 Expected    both lenses agree with the model more and more by layer, the Jacobian lens earlier. A probe cannot find the token
             before in the embedding, and finds it after the first layer, whose heads have read it.
-Result      three layers of width 48, 208 steps of Tiny Shakespeare in characters, one seed, --rows 4. Logit lens by layer:
+Result      three layers of width 48, 200 steps of Tiny Shakespeare in characters, one seed, --rows 4. Logit lens by layer:
             0.49, 0.55, 0.68, 1.00. Jacobian lens: 0.31, 0.36, 0.62, 1.00. Probe: 0.825 from the embedding, 0.984 after the
             first layer, always the same answer 0.873. Highest score: induction 0.03, previous token 0.41.
 Verdict     the probe is as expected. The Jacobian lens is behind the logit lens here, fitted to 256 tokens. A model that has
