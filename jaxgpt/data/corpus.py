@@ -37,7 +37,7 @@ LOG = logging.getLogger(__name__)
 CHUNK = 8 * 1024**2  # bytes read at a time: a text may be larger than memory
 BUCKETS = ("gs", "s3")
 LEAST_FSSPEC = (2026, 6)  # in older ones the texts of a reference file system were programs
-# Encodings that iconv knows, by their byte order marks. That of UTF-32 begins as that of UTF-16.
+# Encodings that iconv knows, by their byte order marks. UTF-32's begins as UTF-16's.
 ENCODINGS = {
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
