@@ -2,7 +2,6 @@
 
 import contextlib
 import faulthandler
-import functools
 import importlib.util
 import itertools
 import os
@@ -186,7 +185,7 @@ def watch_progress() -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
     try:
-        yield functools.partial(faulthandler.dump_traceback_later, STUCK, exit=True, file=2)
+        yield lambda: faulthandler.dump_traceback_later(STUCK, exit=True, file=2)
     finally:
         faulthandler.cancel_dump_traceback_later()
 
