@@ -47,9 +47,7 @@ TOOLS = {
 # In the order in which a newcomer needs them.
 COMMANDS = {
     "train": Command(train, "[EXPERIMENT]", "jaxgpt train --data.path mytext.txt --run-dir runs/mine"),
-    "prepare": Command(
-        "prepare.prepare", "SOURCE...", "jaxgpt prepare data/*.parquet --out tokens --tokenizer bpe:32768"
-    ),
+    "prepare": Command("prepare.prepare", "SOURCE...", "jaxgpt prepare a.parquet --out tokens --tokenizer bpe:32768"),
     "sample": Command(sample, "[RUN]", 'jaxgpt sample runs/mine --prompt "The " --temperature 0.7'),
     "serve": Command(serve, "[RUN]", "jaxgpt serve runs/mine --port 8000"),
     "evaluate": Command(commands.evaluate, "[RUN]", "jaxgpt evaluate runs/mine --data other.txt"),
@@ -58,9 +56,7 @@ COMMANDS = {
     "page": Command(commands.page, "[RUN]", "jaxgpt page --out page.html"),
     "runs": Command("overview.runs", "[DIRECTORY]", "jaxgpt runs --sort loss"),
     "plan": Command(commands.plan, "[EXPERIMENT]", "jaxgpt plan quickstart --train.batch-size 64"),
-    "sweep": Command(
-        "sweep.sweep", "[EXPERIMENT]", "jaxgpt sweep quickstart --over optim.learning-rate=1e-4..1e-1 --trials 20"
-    ),
+    "sweep": Command("sweep.sweep", "[EXPERIMENT]", "jaxgpt sweep quickstart --over optim.learning-rate=1e-4..1e-1"),
     "study": Command(commands.study, "EXPERIMENT", "jaxgpt study experiments/study_activation.py --seeds 3"),
     "import": Command(commands.import_model, "MODEL", "jaxgpt import openai-community/gpt2 --run-dir runs/gpt2"),
     "export": Command(commands.export_model, "[RUN]", "jaxgpt export runs/mine --to gguf --out mine.gguf"),
@@ -87,9 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def bind_command(name: str, *options: str) -> Callable[[], None]:
     """Return the command of that name with its options bound."""
     if name not in COMMANDS:
-        raise UserError(
-            f"unknown command {name!r}{suggest(name, COMMANDS)}. There are {', '.join(COMMANDS)}: see jaxgpt --help"
-        )
+        raise UserError(f"unknown command {name!r}{suggest(name, COMMANDS)}: see jaxgpt --help")
     command, arguments = COMMANDS[name], list(options)
     if TRUST in arguments:
         arguments.remove(TRUST)

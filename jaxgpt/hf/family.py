@@ -414,9 +414,8 @@ class Family:
     def unknown_keys(self, hf: dict[str, Any]) -> list[str]:
         """Return the unknown keys of a config.json, except those that are null, false or private to transformers."""
         known = IGNORED.union(*(rule.keys for rule in self.config_rules))
-        return sorted(
-            key for key, value in hf.items() if key not in known and value not in (None, False) and key[:1] != "_"
-        )
+        unused = known.union(key for key, value in hf.items() if value in (None, False) or key.startswith("_"))
+        return sorted(hf.keys() - unused)
 
     def expand_rules(self, config: GPTConfig, paths: Container[str]) -> Iterator[WeightRule]:
         """Yield the rule of each tensor of a model, with layer indices filled in.

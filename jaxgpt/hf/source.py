@@ -37,15 +37,8 @@ HF_FOLDER = "hf"
 IN_HF_FOLDER = ("config.json", "generation_config.json")
 README = "README.md"  # kept there too
 # Files to download: no pickled weights, none for other frameworks, no copies in folders.
-WANTED = [
-    *IN_HF_FOLDER,
-    README,
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "adapter_config.json",
-    "tokenizer.json",
-    *BESIDE_TOKENIZER,
-]
+WANTED = [*IN_HF_FOLDER, README, *BESIDE_TOKENIZER, "tokenizer.json", "adapter_config.json"]
+WANTED += ["*.safetensors", "*.safetensors.index.json"]
 UNWANTED = [f"*/{Path(name).name}" for name in WANTED if "/" not in name]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 PADDING = 1024  # ids beyond the tokenizer's that do not cause a warning: vocabularies are rounded up

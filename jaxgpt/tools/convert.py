@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxgpt.config import Experiment
 from jaxgpt.data.conversations import find_end_of_turn
 from jaxgpt.data.template import ETX, ChatTemplate, Jinja, Turns, write_template
-from jaxgpt.data.tokenizer import BPETokenizer, Tokenizer, fingerprint
+from jaxgpt.data.tokenizer import BPETokenizer, fingerprint
 from jaxgpt.errors import UserError, reason_of, shell_line
 from jaxgpt.files import is_there, read_json, render_json, write_whole
 from jaxgpt.gguf.file import FAMILIES, open_gguf, parse_dtype, to_gguf, write_gguf
@@ -294,15 +294,16 @@ def _model_card(run: Run, family: Family) -> str:
         adapted = f", by adapters of rank {lora.rank} for {', '.join(lora.targets)}, merged in" if lora.rank else ""
         facts = [] if train.init_from is None else [f"- Starting from `{_hide_folders(train.init_from)}`{adapted}."]
         path = experiment.data.path
-        text = (
-            ", ".join(Path(part).name for part in path.split(",")) if path else f"the corpus `{experiment.data.corpus}`"
-        )
+        names = ", ".join(Path(part).name for part in (path or "").split(","))
+        text = names or f"the corpus `{experiment.data.corpus}`"
         size = f", {data['train_tokens']:,} tokens of it" if isinstance(data.get("train_tokens"), int) else ""
         digest = f", whose SHA-256 is `{data['train_sha256']}`" if data.get("train_sha256") else ""
         seen = run.step * train.batch_size * experiment.model.block_size
         seconds = [line["seconds"] for line in read_metrics(run.directory / "metrics.jsonl") if line.get("seconds")]
+        is_bpe = isinstance(run.tokenizer, BPETokenizer)
+        kind = run.tokenizer.parts()["model"]["type"] if is_bpe else run.tokenizer.saved["jaxgpt"]
         facts += [
-            f"- Text: {text}{size}{digest}; tokenizer: {_describe_tokenizer(run.tokenizer)}.",
+            f"- Text: {text}{size}{digest}; tokenizer: {kind}, {run.tokenizer.vocab_size:,} tokens.",
             f"- Training: step {run.step:,} of {train.steps:,}, {seen:,} tokens seen, {experiment.optim.name}, learning rate "
             f"{experiment.optim.learning_rate:g}.",
         ]
@@ -353,13 +354,6 @@ jaxgpt sample runs/imported --prompt "The "
 
 {origin}
 """
-
-
-def _describe_tokenizer(tokenizer: Tokenizer) -> str:
-    """Return how a tokenizer cuts texts, and into how many kinds of tokens."""
-    if isinstance(tokenizer, BPETokenizer):
-        return f"{tokenizer.parts()['model']['type']}, {tokenizer.vocab_size:,} tokens"
-    return f"{tokenizer.saved['jaxgpt']}, {tokenizer.vocab_size:,} tokens"
 
 
 def _hide_folders(*words: str) -> str:

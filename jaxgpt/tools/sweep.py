@@ -56,17 +56,12 @@ class Axis:
     low: float = 0.0
     high: float = 0.0
 
-    @property
-    def is_log(self) -> bool:
-        """Return whether the range is spread evenly over its logarithm, as every range above 0 is."""
-        return self.low > 0
-
     def at(self, share: float) -> Any:
-        """Return the value at a share of the range or of the choices, from 0 to less than 1."""
+        """Return the value at a share, from 0 to less than 1, of the choices or of the range: above 0 of its logarithm."""
         if self.choices:
             return self.choices[int(share * len(self.choices))]
         span = self.high - self.low
-        value = self.low * (self.high / self.low) ** share if self.is_log else self.low + span * share
+        value = self.low * (self.high / self.low) ** share if self.low > 0 else self.low + span * share
         value = round(value) if isinstance(self.low, int) else float(f"{value:.{DIGITS}g}")
         return min(max(value, self.low), self.high)
 
