@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config import DataConfig, GPTConfig
+from jaxgpt.config.validate import LARGEST_SIZE
 from jaxgpt.data import template as chat
 from jaxgpt.data.conversations import Conversations, encode_all, read_messages
 from jaxgpt.data.corpus import fetch, find_copy, find_corpus_files, find_user_files, read_text
@@ -72,6 +73,8 @@ def prepare(
         config = dataclasses.replace(config, path=str(fetch(config.path) if known is None else find_copy(config.path)))
     is_here = config.path is not None and is_there(Path(config.path), "Name another text with --data.path.")
     entry = None if known is None or is_here else _find_entry(known, config.is_packed)
+    if entry is not None:
+        _check_share(entry, config.val_fraction)
     if config.is_packed:
         return _open_conversations(config, entry, block_size)
     if entry is not None:
@@ -242,7 +245,7 @@ def _open_text(config: DataConfig, known: dict[str, Any] | None) -> Dataset:
         if tokenizer is None:
             texts = (piece for name, piece in split("learning the tokens of") if name == "train" and piece)
             tokenizer = train_bpe(texts, config.bpe_vocab_size)
-        counts = {"val_bytes": 0, "val_characters": 0}
+        counts = {"val_bytes": 0, "val_characters": 0, "characters": characters, "files": len(lengths)}
         write_tokens(directory, tokenizer, encode(tokenizer, counts), counts=counts)
         entry = read_tokens(directory)
     dataset = _from_entry(entry)
@@ -369,6 +372,17 @@ def _find_entry(known: dict[str, Any], is_packed: bool) -> Entry | None:
                 except UserError as e:
                     LOG.warning("%s", e)
     return None
+
+
+def _check_share(entry: Entry, share: float) -> None:
+    """Raise `UserError` if another share of an entry was held out. Texts of earlier versions do not say how much was."""
+    arrays, _, _, counts = entry
+    train, val = (len(arrays.get(f"{name}_ends", ())) for name in SPLITS)
+    off = counts.get("val_characters", 0) - share * counts.get("characters", 0)
+    if train != int((train + val) * (1.0 - share)) or abs(off) > 2 * counts.get("files", LARGEST_SIZE):
+        raise UserError(
+            f"data.val_fraction={share} is not how the cached tokens were split: who changed experiment.json?"
+        )
 
 
 def _is_same(held: dict[str, Any], known: dict[str, Any] | None) -> bool:
