@@ -214,7 +214,7 @@ BUDGET = {
 # gives back what it owes with the next change of its structure.
 OWED = {"data": 334, "runs": 226, "hf": 13, "tools": 13, "cli": 3, "gguf": 10, "config": 3}
 # Nodes of Python's syntax tree, which no formatting changes: lines alone became dense.
-NODES = {"all of jaxgpt": 192_200, "tests": 255_100}
+NODES = {"all of jaxgpt": 192_300, "tests": 255_100}
 FILES = 130  # of the package
 
 
