@@ -300,8 +300,9 @@ def _model_card(run: Run, family: Family) -> str:
         digest = f", whose SHA-256 is `{data['train_sha256']}`" if data.get("train_sha256") else ""
         seen = run.step * train.batch_size * experiment.model.block_size
         seconds = [line["seconds"] for line in read_metrics(run.directory / "metrics.jsonl") if line.get("seconds")]
-        is_bpe = isinstance(run.tokenizer, BPETokenizer)
-        kind = run.tokenizer.parts()["model"]["type"] if is_bpe else run.tokenizer.saved["jaxgpt"]
+        tokenizer = run.tokenizer
+        is_bpe = isinstance(tokenizer, BPETokenizer)
+        kind = tokenizer.parts()["model"]["type"] if is_bpe else tokenizer.saved["jaxgpt"]
         facts += [
             f"- Text: {text}{size}{digest}; tokenizer: {kind}, {run.tokenizer.vocab_size:,} tokens.",
             f"- Training: step {run.step:,} of {train.steps:,}, {seen:,} tokens seen, {experiment.optim.name}, learning rate "
