@@ -40,13 +40,15 @@ Fraction = Annotated[float, Interval(ge=0, lt=1)]
 
 
 class _Short(reprlib.Repr):
-    def repr1(self, x: Any, level: int) -> str:
-        if getattr(x, "size", 0) > 1 and getattr(x, "ndim", 0):  # an array, whose numbers are not wanted
-            return f"{x.dtype}{list(x.shape)}"
-        return super().repr1(tuple(x) if isinstance(x, tuple) else x, level)
-
     def repr_int(self, x: int, level: int) -> str:
         return super().repr_int(x, level) if abs(x) < 10**99 else f"a number of {x.bit_length():,} bits"
+
+
+class _Shapes(_Short):
+    def repr1(self, x: Any, level: int) -> str:
+        if getattr(x, "ndim", 0):  # an array, whose numbers are not wanted
+            return f"{x.dtype}{list(x.shape)}"
+        return super().repr1(tuple(x) if isinstance(x, tuple) else x, level)
 
 
 short = _Short().repr  # the repr of an unchecked value, shortened for a message
@@ -55,7 +57,7 @@ short = _Short().repr  # the repr of an unchecked value, shortened for a message
 def short_repr(x: Any) -> str:
     """Return the repr of a dataclass or named tuple in one line, with the types and shapes of its arrays."""
     names = getattr(x, "_fields", None) or x.__dataclass_fields__
-    return f"{type(x).__name__}({', '.join(f'{name}={_Short().repr1(getattr(x, name), 2)}' for name in names)})"
+    return f"{type(x).__name__}({', '.join(f'{name}={_Shapes().repr1(getattr(x, name), 2)}' for name in names)})"
 
 
 def nearest(value: int, choices: Iterable[int]) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from jax.tree_util import Partial
 from numpy.typing import ArrayLike
 
+from jaxgpt.config.validate import short_repr
 from jaxgpt.errors import UserError
 from jaxgpt.interventions.model import (
     EDITS,
@@ -43,6 +44,7 @@ class Ablations(NamedTuple):
     loss: float  # loss of the whole model, in nats per token
     heads: MeanInterval  # the rise without each head, over rows, in nats per token: arrays [L, N]
     mlps: MeanInterval  # the rise without each MLP, over rows, in nats per token: arrays [L]
+    __repr__ = short_repr
 
 
 def ablate_all(

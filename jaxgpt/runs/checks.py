@@ -107,15 +107,17 @@ def _describe(batch: Batch) -> str:
 def check_rows(experiment: Experiment, dataset: Dataset, batch_size: int) -> None:
     """Raise `UserError` for rows of a user's own data that are not as `Split` says.
 
-    The first row of each split is read, and the last one of a validation in batches of `batch_size` rows.
+    The first row of each split is read, and the last one of a validation in batches of `batch_size` rows. A rollout
+    makes its batches of other arrays, which `check_batch` compares at each step.
     """
+    if dataset.roll_out is not None:
+        return
     data, train, T = experiment.data, experiment.train, experiment.model.block_size
     needed = data.shape_batch(jax.ShapeDtypeStruct((1, T), jnp.int32))
     with blame_own_classes(data):
         training, validation = dataset.train.training_rows, dataset.val.validation_rows
-    if dataset.roll_out is None:
-        with blame_own_classes(data, training):
-            _read_row(training(block_size=T, seed=train.seed), 0, training, needed, experiment)
+    with blame_own_classes(data, training):
+        _read_row(training(block_size=T, seed=train.seed), 0, training, needed, experiment)
     with blame_own_classes(data, validation):
         count, read = validation(block_size=T, stride=T, max_tokens=train.eval_tokens, prefix_length=0)
         said = f"{name_with_place(validation)} has {count} rows"

@@ -23,7 +23,7 @@ SEEN = {
     "copy instructions": 129,
     "transpose instructions": 32,
     "dot instructions": 99,
-    "donated": 111,
+    "donated": 110,
 }
 # Compilers differ from release to release, so a limit is this much above what was seen; arithmetic is ours alone.
 HEADROOM = 1.15

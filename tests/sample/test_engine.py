@@ -11,6 +11,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.sample import Sampling
 from jaxgpt.sample import state as programs
 from jaxgpt.sample.engine import Engine, Request, generate, prompt_keys
+from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.sample.score import score
 from tests.helpers import TINY, make_model
 
@@ -89,6 +90,7 @@ def test_as_many_slots_give_the_bits_of_generate():
     how = dict(key=jax.random.key(7), max_new_tokens=20, sampling=SAMPLINGS[2], logprobs=True)
     model, params = lively()
     model = model.clone(config=dataclasses.replace(model.config, block_size=4 * C))
+    model, params = for_decoding(model, params)  # as `generate` and a server lay them out
     written = generate(model, params, prompts, slots=3, **how)
     wanted = [
         Request(prompt=prompt, key=key, max_new_tokens=20, sampling=SAMPLINGS[2], top_logprobs=0)
