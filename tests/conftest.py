@@ -142,8 +142,9 @@ QUICK = (
 # Where slow tests hold a number of ours: results that are equal bit for bit or to another implementation, kills, the
 # programs of TPUs and GPUs. CI runs these, and tests/all.sh the other slow ones.
 NUMBERS = (
-    *(f"{folder}/" for folder in ("faults", "gguf", "hf", "interventions", "layers", "parallel", "runs", "sample")),
-    *("data/", "tools/plan/", "tools/test_replay.py"),
+    *(f"{folder}/" for folder in ("faults", "gguf", "hf", "interventions", "layers", "runs", "sample", "tools/plan")),
+    *("parallel/test_mesh.py", "parallel/test_multihost.py", "parallel/test_signals.py"),
+    *("data/", "tools/test_replay.py"),
     *(f"test_{name}.py" for name in ("model", "mup", "old_runs", "session")),
 )
 # Comparisons with torch, transformers, PEFT and TRL.

@@ -145,6 +145,7 @@ FIELDS = {
 GENERATED = 20
 
 
+@pytest.mark.slow  # 32 s of processor time
 @given(st.data())
 @settings(
     derandomize=True,
