@@ -39,7 +39,7 @@ def sample(
     """Return the completion of each prompt, without the prompt. draft: a smaller run with the same tokenizer."""
     if fingerprint(draft.tokenizer) != fingerprint(run.tokenizer):
         raise UserError(
-            f"the tokenizer of the draft {draft.directory} is not that of {run.directory}: train both on the same data"
+            f"the draft {draft.directory} has another tokenizer than {run.directory}: train both on the same data"
         )
     decoding = Decoding(
         max_new_tokens=max_new_tokens,

@@ -108,7 +108,7 @@ def json_sha256(value: Any) -> str:
 def parse_json(raw: str | bytes, where: str, **hooks: Any) -> Any:
     """Parse JSON more strictly than `json.loads`: no duplicate keys, on which readers disagree, and no NaN.
 
-    Raises `UserError` for damaged JSON. `where` names the source in its message. `hooks` are those of `json.loads`.
+    Raises `UserError` for damaged JSON. `where` names the source in its message. `json.loads` takes the `hooks`.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

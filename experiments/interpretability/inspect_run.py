@@ -38,7 +38,7 @@ from jaxgpt.interventions import run as forward
 from jaxgpt.interventions.model import stream_names
 from jaxgpt.runs.training import reopen_dataset
 
-MOST_PARTS = 5  # of an attribution that are printed
+MOST_PARTS = 5  # parts of an attribution to print
 
 
 def read_text(run: Run, rows: int) -> np.ndarray:
@@ -71,7 +71,7 @@ def probe_token_before(run: Run, tokens_BT: np.ndarray) -> tuple[list[float], fl
 
 
 def list_parts(run: Run, text_T: np.ndarray) -> list[tuple[str, float]]:
-    """Return what each part adds to the logit of the likeliest next token, less that of the second, largest first."""
+    """Return by how much each part raises the likeliest next token's logit over the second's, largest first."""
     logits_V = np.asarray(forward(run.model, run.params, text_T[None]).logits_BTV)[0, -1]
     second, best = np.argsort(logits_V)[-2:].tolist()
     found = logit_attribution(run.model, run.params, text_T, best, second)

@@ -179,7 +179,7 @@ def watch_progress() -> Iterator[Callable[[], None]]:
     """Yield a function that, once it is called, ends the process unless it is called again within STUCK seconds.
 
     The stacks of all threads are printed, and the others end as if the process had died. A run in one process is never
-    ended: whatever delays its step may pass, and nobody else waits for it.
+    ended, because no other process waits for it and the delay may pass.
     """
     if not is_multiprocess():
         yield lambda: None

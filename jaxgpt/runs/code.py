@@ -70,7 +70,7 @@ def collect(path: Path, module: str) -> Code:
 
     def add(name: str) -> None:
         file = folder / name
-        is_named = file == resolved  # what is wrong with that one is told
+        is_named = file == resolved  # the user named it, so its faults are reported
         if name in files or not (is_named or file.is_file()):
             return
         files[name] = read_bytes(file, LARGEST_FILE)

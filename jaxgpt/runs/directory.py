@@ -145,7 +145,7 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Intervals:
-    """How often a run logs and validates after a step, which may change when it is resumed."""
+    """The steps between two logged lines and two validations, which may change when a run is resumed."""
 
     after: NonNegativeInt  # steps taken when the session began
     log_every: PositiveInt

@@ -27,7 +27,7 @@ PROBED = 4  # tokens by which an expression that grows without bounds is found o
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grammar:
-    """What a completion must match, compiled for one tokenizer."""
+    """A rule that a completion must match, compiled for one tokenizer."""
 
     matcher: Any  # llguidance's, before the first token
     vocab_size: int  # number of tokens

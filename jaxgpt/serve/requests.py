@@ -26,7 +26,7 @@ from jaxgpt.sample.state import MAX_TOP, check_ids
 # These parameters change nothing here, and clients send them unasked.
 IGNORED = ("user", "store", "metadata", "service_tier", "reasoning_effort", "verbosity")
 IGNORED += ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "prediction")
-# Values by which clients ask for nothing, as null does: of our parameters, and of OpenAI's and vLLM's that are refused.
+# Clients send these values to ask for nothing, as null does. Parameters that are refused otherwise are among them.
 NEUTRAL: dict[str, tuple[Any, ...]] = {"top_k": (0, -1), "seed": (-1,), "logprobs": (False,)}
 NEUTRAL |= {"suffix": ("",), "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],)}
 NEUTRAL |= {"best_of": (1,), "min_tokens": (0,), "add_generation_prompt": (True,), "continue_final_message": (False,)}

@@ -279,7 +279,7 @@ def audit(
 
 @dataclasses.dataclass(frozen=True)
 class _Claims:
-    """What a run says of its steps."""
+    """The numbers that a run states for its steps."""
 
     steps: dict[int, dict[str, Any]]  # the lines of metrics.jsonl with a loss or a reason to skip
     validations: dict[int, dict[str, Any]]  # the lines with a validation loss

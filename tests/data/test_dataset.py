@@ -182,7 +182,7 @@ def test_a_text_has_the_ids_of_the_whole_however_it_is_read(kind, end, tmp_path,
 
 
 def test_a_run_of_an_earlier_version_finds_its_tokens(tmp_path, monkeypatch):
-    """Whose pieces were encoded by themselves; a new run gets those of the whole text."""
+    """It encoded each piece separately. A new run gets the tokens of the whole text."""
     (tmp_path / "tokenizer.json").write_text(sentencepiece("Llama 2", [TEXT]).to_json())
     (tmp_path / "t.txt").write_text(TEXT + "no newline at the end")
     config = DataConfig(path=str(tmp_path / "t.txt"), tokenizer=str(tmp_path / "tokenizer.json"))

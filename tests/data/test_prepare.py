@@ -236,7 +236,7 @@ def test_a_damaged_shard_is_told_before_training(made, tmp_path, known):
 
 
 def damaged(index):
-    """What is damaged in an index: each value is lost, null, a list, or another number."""
+    """Damage an index: each value in turn is lost, null, a list, or another number."""
     for part in (index, index["arguments"], index["tokenizer"], index["shards"][0], index["bytes"]):
         for key in [*part]:
             value = part.pop(key)
