@@ -125,5 +125,5 @@ def test_the_page_writes_what_the_run_writes(text_file, tmp_path, capsys):
     assert first != third and [first] == page.sample(run, run, prompts[:1], max_new_tokens=12)
     page.main([str(run.directory)] * 2 + ["--prompt", "lance", "--max-new-tokens", "12"])
     assert capsys.readouterr().out.startswith(f"lance{first}\n\nwith the draft ")
-    with pytest.raises(UserError, match="the tokenizer of the draft .* is not that of"):
+    with pytest.raises(UserError, match="the draft .* has another tokenizer than"):
         page.sample(run, dataclasses.replace(run, tokenizer=ByteTokenizer()), prompts, **greedy)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 # Fields that earlier versions wrote: the value that changes nothing (... means any), and what to take for the others.
 GONE = {
     "n_encoder_layer": (0, "models with an encoder are experiments/transformer_2017"),
-    "skip_spikes": (None, "no spike is skipped from now on, but by the optimizer of experiments/zoo/skip_spikes.py"),
+    "skip_spikes": (..., "no spike is skipped from now on, but by the optimizer of experiments/zoo/skip_spikes.py"),
     "check_replicas_every": (..., ""),
     "watchdog": (..., ""),
 }
@@ -87,14 +87,16 @@ def from_dict(
     hints = field_hints(cls)
     for key in GONE.keys() & values.keys() - hints.keys():
         harmless, instead = GONE[key]
+        said = f"{where}{key}={short(values[key])}: {instead}"
         if harmless not in (..., values[key]):
-            warnings.warn(f"{where}{key}={short(values[key])}: {instead}", UserWarning, stacklevel=2)
+            raise UserError(said)
+        if instead and harmless is ... and values[key] is not None:
+            warnings.warn(said, UserWarning, stacklevel=2)
         values = {other: x for other, x in values.items() if other != key}
     for key in values:
         if key not in hints:
             raise UserError(f"unknown field {where}{str(key)[:80]}{suggest(str(key), hints)}")
     fields: Any = dataclasses.fields(cls)  # type: ignore[bad-argument-type]
-    # Both are dataclasses.MISSING.
     missing = [f.name for f in fields if f.default is f.default_factory and f.name not in values]
     if missing:
         raise UserError(f"{where or cls.__name__}: missing {', '.join(missing)}")
