@@ -1,5 +1,6 @@
 """One training step, as pure functions. `parallel` applies transformations: jit, donation, devices."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, cast
@@ -18,16 +19,7 @@ Params = dict[str, Any]  #: parameters, a tree of arrays
 Metrics = dict[str, Any]  #: what a step reports, scalars by name
 #: (params, batch, dropout key or None) -> (a sum over targets in nats, their number, more such sums to report)
 LossFn = Callable[[Params, Batch, jax.Array | None], tuple[jax.Array, jax.Array, Metrics]]
-
-
-@struct.dataclass
-class SkipState:
-    """State of the optimizer, which skipped steps do not change, and a record of those steps."""
-
-    inner_state: Any  # state of the Optax transformation
-    skipped: jax.Array  # int32: steps skipped so far
-    in_a_row: jax.Array  # int32: steps skipped since the last one taken
-    __repr__ = short_repr
+RESERVED = {"step", "tokens", "seconds", "val_loss", "saved"}  # keys of lines of the log that are no metrics
 
 
 @struct.dataclass
@@ -36,7 +28,9 @@ class TrainState:
 
     step: jax.Array  # int32: batches seen
     params: Params  # float32: the trained parameters
-    opt_state: SkipState  # state of the optimizer, and a record of skipped steps
+    opt_state: Any  # state of the Optax transformation, which skipped steps do not change
+    skipped: jax.Array  # int32: steps skipped so far
+    in_a_row: jax.Array  # int32: steps skipped since the last one taken
     frozen_params: Params | None = None  # the model's own, if `params` are adapters. None if there are none
     __repr__ = short_repr
 
@@ -67,13 +61,8 @@ def init_state(
         params = cast(Params, model.init(key, jnp.zeros((batch_size, 1), jnp.int32))["params"])
     if adapt is not None:
         params, frozen_params = adapt(jax.random.fold_in(key, 1), params)
-    return TrainState(jnp.zeros((), jnp.int32), params, init_skip_state(optimizer.init(params)), frozen_params)
-
-
-def init_skip_state(inner_state: Any) -> SkipState:
-    """Return the state of an optimizer that has skipped nothing."""
-    skipped, in_a_row = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # two arrays, since each is donated
-    return SkipState(inner_state, skipped, in_a_row)
+    step, skipped, in_a_row = (jnp.zeros((), jnp.int32) for _ in range(3))  # three arrays, since each is donated
+    return TrainState(step, params, optimizer.init(params), skipped, in_a_row, frozen_params)
 
 
 def train_step(
@@ -85,6 +74,7 @@ def train_step(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     grad_accum_steps: int = 1,
+    merge: Callable[[Params, Params | None], Params] = lambda params, frozen_params: params,
     report: Callable[[Any, Any, Any], Metrics] = lambda grads, updates, opt_state: {},
     mean: Callable[[Any], Any] = lambda sums: sums,
 ) -> tuple[TrainState, Metrics]:
@@ -102,72 +92,65 @@ def train_step(
     Args:
         key: the run's key. Dropout in step t uses `fold_in(key, t)`, so that a resumed run draws the same numbers.
         loss_fn: the loss to minimise, such as `loss.make_loss` returns.
-        optimizer: any Optax transformation.
+        optimizer: any Optax transformation. An update that takes `value_and_grad` gets a function of parameters, which
+            returns the batch's mean loss and its gradient.
         schedule: the optimizer's learning rate by the number of steps taken.
         grad_accum_steps: micro-batches to take in turn. Summed gradients are divided by the number of targets, as for
             one big batch.
+        merge: makes the parameters of `loss_fn` of the trained and the frozen ones.
         report: returns more metrics, of the gradients, the updates and the optimizer's new state.
         mean: averages over devices that run this function on other parts of the batch.
     """
-    step_key = jax.random.fold_in(key, state.step)
+    key = jax.random.fold_in(key, state.step)
 
-    def over_batch(function: Callable[[Batch, jax.Array | int], Any]) -> Any:
-        """Return the sum of a function of (micro-batch, its number) over this batch, as an average over devices."""
-        if grad_accum_steps == 1:
-            return mean(function(batch, 0))
-        turns = (batch.micro_batches(grad_accum_steps), jnp.arange(grad_accum_steps))
-        shapes = jax.eval_shape(function, *jax.tree.map(lambda x: x[0], turns))
-        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return mean(jax.lax.scan(lambda sums, x: (jax.tree.map(jnp.add, sums, function(*x)), None), zero, turns)[0])
+    def sum_gradients(params: Params, micro: Batch, number: jax.Array | int) -> tuple[Params, Any]:
+        """Return the gradient of a micro-batch's summed loss, and (that sum, its number of targets, metrics)."""
 
-    def gradients(params: Params) -> tuple[Any, Params]:
-        """Return ((mean loss, number of targets, more sums), gradients of the first)."""
+        def loss(params: Params) -> tuple[jax.Array, Any]:
+            nats, *rest = loss_fn(merge(params, state.frozen_params), micro, jax.random.fold_in(key, number))
+            return nats, (nats, *rest)
 
-        def of_micro(micro: Batch, index: jax.Array | int) -> tuple[Any, Params]:
-            def loss(params: Params) -> tuple[jax.Array, Any]:
-                nats, *more = loss_fn(params, micro, jax.random.fold_in(step_key, index))
-                return nats, (nats, *more)
+        return jax.grad(loss, has_aux=True)(params)
 
-            return jax.grad(loss, has_aux=True)(params)[::-1]
-
-        (nats, count, more), grads = over_batch(of_micro)
+    def average(params: Params) -> tuple[jax.Array, Params, Metrics]:
+        """Return the batch's mean loss, its gradient and the other means."""
+        sums = add_up(functools.partial(sum_gradients, params), batch, grad_accum_steps)
+        grads, (nats, count, metrics) = mean(sums)
         count = jnp.where(count > 0, count, 1.0)  # a fully masked batch gives zero gradients, not NaN
-        return (nats / count, count, more), jax.tree.map(lambda g: g / count, grads)
+        return jax.tree.map(lambda x: x / count, (nats, grads, metrics))
 
-    def mean_loss(params: Params) -> jax.Array:
-        nats, count = over_batch(lambda micro, index: loss_fn(params, micro, jax.random.fold_in(step_key, index))[:2])
-        return nats / jnp.where(count > 0, count, 1.0)
-
-    (loss, count, more), grads = gradients(state.params)
-    norm, before = optax.tree.norm(grads), state.opt_state
-    metrics = {"loss": loss, "grad_norm": norm}
-
-    steps_taken = state.step - before.skipped
-    is_taken = jnp.isfinite(loss) & jnp.isfinite(norm)
-
-    def choose(new: Any, old: Any) -> Any:
-        return jax.tree.map(lambda new, old: jnp.where(is_taken, new, old), new, old)
-
-    # Some optimizers need these, for a line search, a Hessian, a step size or several updates. Others ignore them.
-    extra = {"value": loss, "grad": grads, "value_fn": mean_loss, "obj_fn": mean_loss}
-    extra["grad_fn"] = lambda params: gradients(params)[1]
+    loss, grads, metrics = average(state.params)
+    norm = optax.tree.norm(grads)
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     update = optax.with_extra_args_support(optimizer).update
-    updates, inner_state = update(grads, before.inner_state, state.params, **extra)
-    own = {name: value / count for name, value in more.items()} | report(grads, updates, inner_state)
-    opt_state = SkipState(
-        inner_state=choose(inner_state, before.inner_state),
-        skipped=choose(before.skipped, before.skipped + 1),
-        in_a_row=choose(0, before.in_a_row + 1),
-    )
+    updates, opt_state = update(grads, state.opt_state, state.params, value_and_grad=lambda x: average(x)[:2])
     # Parameters are chosen after the sum, not their updates before it: the compiler fuses the optimizer's last product
     # and this sum into one instruction with one rounding.
-    params = choose(optax.apply_updates(state.params, updates), state.params)
-    reported = optax.tree.get_all_with_path(inner_state, "learning_rate")  # by optax.inject_hyperparams
-    metrics["learning_rate"] = reported[0][1] if reported else schedule(steps_taken)
-    metrics["in_a_row"] = opt_state.in_a_row
-    if taken := {"step", "tokens", "seconds", "val_loss", "saved", *metrics} & own.keys():
-        raise UserError(f"a metric of the experiment's own is called {min(taken)!r}, as one of jaxgpt's: rename it")
-    return TrainState(state.step + 1, params, opt_state, state.frozen_params), own | metrics
+    taken = (optax.apply_updates(state.params, updates), opt_state, state.skipped, 0)
+    skipped = (state.params, state.opt_state, state.skipped + 1, state.in_a_row + 1)
+    chosen = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), taken, skipped)
+    state_after = TrainState(state.step + 1, *chosen, state.frozen_params)
+    metrics |= report(grads, updates, opt_state)
+    rates = optax.tree.get_all_with_path(opt_state, "learning_rate")  # by optax.inject_hyperparams
+    ours = {"loss": loss, "grad_norm": norm, "in_a_row": state_after.in_a_row}
+    ours["learning_rate"] = rates[0][1] if rates else schedule(state.step - state.skipped)
+    if both := metrics.keys() & (RESERVED | ours.keys()):
+        raise UserError(f"a metric of the experiment's own is called {min(both)!r}, as one of jaxgpt's: rename it")
+    return state_after, metrics | ours
+
+
+def add_up(function: Callable[[Batch, jax.Array | int], Any], batch: Batch, parts: int) -> Any:
+    """Return the sum of a function of (micro-batch, its number) over the micro-batches of a batch, taken in turn."""
+    if parts == 1:
+        return function(batch, 0)
+    turns = (batch.micro_batches(parts), jnp.arange(parts))
+    shapes = jax.eval_shape(function, *jax.tree.map(lambda x: x[0], turns))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    def add(sums: Any, turn: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, sums, function(*turn)), None
+
+    return jax.lax.scan(add, zeros, turns)[0]
 
 
 def why_skipped(metrics: Metrics) -> str | None:

@@ -29,7 +29,7 @@ from jaxgpt.runs.log import RunLog
 from jaxgpt.runs.metrics import MetricsFile, read_metrics
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from jaxgpt.tools.replay import replay
-from jaxgpt.train import TrainState, init_skip_state
+from jaxgpt.train import TrainState
 from tests.helpers import replace_fields, tiny_experiment
 
 
@@ -312,7 +312,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_saves_nothing(experiment, tm
 def test_a_save_is_of_its_step_though_the_state_moves_on(tmp_path):
     """Saving returns before the data is written, and the next step is given the same memory."""
     params = {"w": jax.numpy.zeros((512, 512))}
-    state = TrainState(step=np.int32(1), params=params, opt_state=init_skip_state(optax.identity().init(params)))
+    state = TrainState(np.int32(1), params, optax.identity().init(params), skipped=np.int32(0), in_a_row=np.int32(0))
     advance = jax.jit(lambda s: s.replace(params=jax.tree.map(lambda x: x + 1.0, s.params)), donate_argnums=0)
     checkpoints = Checkpoints(tmp_path / "c")
     state = jax.tree.map(jax.numpy.asarray, state)

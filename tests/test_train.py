@@ -169,14 +169,14 @@ def test_a_step_that_is_not_finite_is_as_if_it_had_not_been(accumulation):
     bad, told = compiled(one, poisoned(batch), key)
     assert not np.isfinite(float(told["loss"]))
     assert int(told["in_a_row"]) == 1
-    inner = (bad.opt_state.inner_state, one.opt_state.inner_state)
+    inner = (bad.opt_state, one.opt_state)
     chex.assert_trees_all_equal((bad.params, inner[0]), (one.params, inner[1]))
-    assert (int(bad.step), int(bad.opt_state.skipped)) == (4, 1)
+    assert (int(bad.step), int(bad.skipped)) == (4, 1)
     bad, told = compiled(bad, poisoned(batch), key)
     assert int(told["in_a_row"]) == 2
     after, told = compiled(bad, batch, key)
     expected, as_told = compiled(one, batch, key)
-    inner = (after.opt_state.inner_state, expected.opt_state.inner_state)
+    inner = (after.opt_state, expected.opt_state)
     chex.assert_trees_all_equal((after.params, inner[0]), (expected.params, inner[1]))
-    assert (int(told["in_a_row"]), int(after.opt_state.skipped)) == (0, 2)
+    assert (int(told["in_a_row"]), int(after.skipped)) == (0, 2)
     assert float(told["learning_rate"]) == float(as_told["learning_rate"])

@@ -36,12 +36,12 @@ class UpdatesConfig(OptimConfig):
             return super().make_optimizer(steps, model=model)
         plain = self.whole.make_optimizer(self.updates * steps, model=model)
 
-        def update(grads: Any, state: Any, params: Any = None, *, grad_fn: Any, **_: Any) -> tuple[Any, Any]:
+        def update(grads: Any, state: Any, params: Any = None, *, value_and_grad: Any, **_: Any) -> tuple[Any, Any]:
             def one(carry: tuple[Any, Any, Any], _: None) -> tuple[tuple[Any, Any, Any], None]:
                 grads, state, now = carry
                 change, state = plain.update(grads, state, now)
                 now = optax.apply_updates(now, change)
-                return (grad_fn(now), state, now), None
+                return (value_and_grad(now)[1], state, now), None
 
             (grads, state, now), _ = jax.lax.scan(one, (grads, state, params), length=self.updates - 1)
             change, state = plain.update(grads, state, now)

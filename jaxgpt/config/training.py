@@ -68,8 +68,8 @@ class OptimConfig(Checked):
     def make_optimizer(self, steps: int, *, model: GPTConfig) -> optax.GradientTransformation:
         """Return the optimizer of a run of `steps` steps, which trains this model.
 
-        Its update is given the optional arguments `value`, `grad`, `value_fn` (also as `obj_fn`) and `grad_fn`, which
-        Optax's line searches and Sophia take: the mean loss of the batch, its gradient, and both as functions of parameters.
+        Its update may take `value_and_grad`, a function of parameters that returns the mean loss of the batch and its
+        gradient, as for a line search.
         """
         from jaxgpt.optim import make_optimizer  # a configuration is read without JAX
 

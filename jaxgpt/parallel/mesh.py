@@ -271,9 +271,9 @@ def _state_shardings(mesh: Mesh, state: TrainState, config: GPTConfig) -> TrainS
         parts = ((names[start:end], x.shape) for start in range(len(names)) for end in range(start, len(names) + 1))
         return next((places[part] for part in parts if part in places), replicated)
 
-    inner_state = jax.tree.map_with_path(shard, state.opt_state.inner_state)
-    opt_state = jax.tree.map(lambda _: replicated, state.opt_state).replace(inner_state=inner_state)
-    return TrainState(step=replicated, params=params, opt_state=opt_state, frozen_params=frozen_params)  # type: ignore[arg-type]
+    opt_state = jax.tree.map_with_path(shard, state.opt_state)
+    counters: Any = {"step": replicated, "skipped": replicated, "in_a_row": replicated}
+    return TrainState(params=params, opt_state=opt_state, frozen_params=frozen_params, **counters)
 
 
 def _names(path: tuple) -> tuple[str, ...]:

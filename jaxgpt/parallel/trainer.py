@@ -109,31 +109,26 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
         _check_adapters(model, shapes.params)
     shardings = jax.tree.broadcast(strategy.state_shardings(shapes, experiment.model), shapes)
     make_loss = functools.partial(experiment.objective.make_loss, model, head_loss=head_loss)
-    loss_fn = make_loss(label_smoothing=experiment.optim.label_smoothing)
-
-    def one_train_step(state: TrainState, batch: Batch, key: jax.Array, **options: Any) -> tuple[TrainState, Metrics]:
-        return train_step(
-            state,
-            batch,
-            key,
-            loss_fn=lambda params, micro, key: loss_fn(merge(params, state.frozen_params), micro, key),
-            optimizer=optimizer,
-            schedule=schedule,
-            grad_accum_steps=split.grad_accum_steps,
-            report=report,
-            **options,
-        )
+    loss_fn, eval_fn = make_loss(label_smoothing=experiment.optim.label_smoothing), make_loss()
+    if lora.rank is not None:
+        loss_fn, eval_fn = with_adapters(loss_fn), with_adapters(eval_fn)
 
     def report(grads: Params, updates: Params, opt_state: Any) -> Metrics:
         norms = layer_norms(grads) if train.log_layers else {}
         return experiment.optim.metrics(grads, updates, opt_state) | norms
 
     def eval_params(state: TrainState) -> Params:
-        return experiment.optim.eval_params(state.opt_state.inner_state, state.params)
+        return experiment.optim.eval_params(state.opt_state, state.params)
 
-    step, evaluate = one_train_step, functools.partial(eval_step, loss_fn=make_loss())
-    if lora.rank is not None:
-        step, evaluate = with_adapters(step), with_adapters(evaluate)
+    step = functools.partial(
+        train_step,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        schedule=schedule,
+        grad_accum_steps=split.grad_accum_steps,
+        merge=merge,
+        report=report,
+    )
     tokens = strategy.abstract_tokens(train.batch_size, experiment.model.block_size)
     return Trainer(
         options=options,
@@ -144,7 +139,7 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
         train_step=strategy.jit_train_step(
             step, shardings, split.grad_accum_steps > 1 and not experiment.model.dropout
         ),
-        eval_step=strategy.jit_eval_step(evaluate),
+        eval_step=strategy.jit_eval_step(functools.partial(eval_step, loss_fn=eval_fn)),
         objective=experiment.objective,
         merge=merge,
         eval_params=None if type(experiment.optim).eval_params is OptimConfig.eval_params else jax.jit(eval_params),

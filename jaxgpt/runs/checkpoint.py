@@ -31,7 +31,7 @@ from jaxgpt.config import GPTConfig
 from jaxgpt.errors import CheckpointSaveError, UserError, reason_of, shell_line
 from jaxgpt.files import json_sha256, read_bytes, write_whole
 from jaxgpt.parallel import multihost
-from jaxgpt.train import Params, SkipState, TrainState
+from jaxgpt.train import Params, TrainState
 
 if TYPE_CHECKING:  # 0.5 s to import, so functions that need it import it
     import orbax.checkpoint as ocp
@@ -52,7 +52,7 @@ class CorruptCheckpoint(UserError):
 
 @struct.dataclass
 class _Guard:
-    """The counters of `SkipState`, saved next to the state of the optimizer, not around it."""
+    """The counters of skipped steps in a `TrainState`, under the names that the first version gave them."""
 
     skipped: Any
     in_row: Any
@@ -281,12 +281,12 @@ class Checkpoints:
         has_both = any(path.startswith(f"[{TRAINED!r}]") for path in saved)
         items = _to_items(like, like.params if has_both else None)
         if "['guard'].norms" in saved:
-            norms = jax.ShapeDtypeStruct((128,), "float32", sharding=like.opt_state.skipped.sharding)
+            norms = jax.ShapeDtypeStruct((128,), "float32", sharding=like.skipped.sharding)
             items[REST]["guard"] = items[REST]["guard"].replace(norms=norms)
         items = self._restore(step, items)
         rest, guard = items[REST], items[REST]["guard"]
-        opt_state = SkipState(rest["opt_state"], guard.skipped, guard.in_row)
-        return TrainState(rest["step"], rest.get(TRAINED, items[PARAMS]), opt_state)
+        params = rest.get(TRAINED, items[PARAMS])
+        return TrainState(rest["step"], params, rest["opt_state"], guard.skipped, guard.in_row)
 
     def restore_params(self, step: int, like: Params) -> Params:
         """Restore only the parameters, in the dtype in which they were saved. like: their shapes and shardings."""
@@ -341,9 +341,8 @@ def _handler(items: dict[str, Any]) -> ocp.CompositeCheckpointHandler:
 
 def _to_items(state: TrainState, eval_params: Params | None) -> dict[str, Any]:
     """Return the parts of a state to save, all but frozen parameters. eval_params: see `Checkpoints.save`."""
-    s = state.opt_state
-    guard = _Guard(skipped=s.skipped, in_row=s.in_a_row)
-    rest = {"step": state.step, "opt_state": s.inner_state, "guard": guard}
+    guard = _Guard(skipped=state.skipped, in_row=state.in_a_row)
+    rest = {"step": state.step, "opt_state": state.opt_state, "guard": guard}
     if eval_params is None:
         return {PARAMS: state.params, REST: rest}
     return {PARAMS: eval_params, REST: rest | {TRAINED: state.params}}

@@ -106,7 +106,8 @@ class DistanceConfig(GPTConfig):
 def by_loss(rate: float) -> optax.GradientTransformationExtraArgs:
     """Steps as long as the loss is high."""
 
-    def update(updates, state, params=None, *, value, value_fn, **_):
+    def update(updates, state, params=None, *, value_and_grad, **_):
+        value, _ = value_and_grad(params)
         return jax.tree.map(lambda g: -rate * value / (value + 1.0) * g, updates), {"learning_rate": rate * value}
 
     return optax.GradientTransformationExtraArgs(lambda params: {"learning_rate": jnp.zeros(())}, update)

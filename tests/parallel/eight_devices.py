@@ -195,7 +195,7 @@ def check_mesh() -> None:
     """Nothing stays whole that is to be split, more columns go where their rows do, and devices with other rows or heads drop other attention weights."""
     for name in ("fsdp", "tensor", "all"):
         state = Run(name, "muon").abstract_state
-        whole = paths_of_whole((state.params, state.opt_state.inner_state))
+        whole = paths_of_whole((state.params, state.opt_state))
         if name == "tensor":  # splits heads, hidden units and vocabulary, not the vectors of the residual stream
             assert [x for x in whole if "kernel" in x or "wte" in x] == []
         else:  # QK-norm's scale has the head's size, which every head needs. Muon keeps the coefficients of a polynomial.
@@ -288,7 +288,7 @@ def check_bad_step() -> None:
             if t == 1:
                 text[-1, -1] = 16  # on the last device alone
             metrics, state = run.step(run.rows(text[:, :-1], text[:, 1:], segments_BT=DOCUMENTS)), run.state
-            seen.append([np.asarray(x).tobytes() for x in jax.tree.leaves((state.params, state.opt_state.inner_state))])
+            seen.append([np.asarray(x).tobytes() for x in jax.tree.leaves((state.params, state.opt_state))])
             told.append([float(metrics[key]) for key in ("in_a_row", "learning_rate", "loss")])
         assert seen[0] == seen[1] != seen[2], name
         in_a_row, rates, losses = zip(*told, strict=True)
@@ -296,7 +296,7 @@ def check_bad_step() -> None:
         assert_equal(losses, expected, name)
         assert in_a_row == (0, 1, 0)
         assert rates[0] < rates[1] == rates[2]  # warm-up; the rate that was not used is used next
-        assert {shard.data.item() for shard in state.opt_state.skipped.addressable_shards} == {1}
+        assert {shard.data.item() for shard in state.skipped.addressable_shards} == {1}
 
 
 def check_adapters() -> None:

@@ -220,7 +220,7 @@ def test_a_bad_reward_is_named_with_its_prompt_or_counts_nothing():
 
 @pytest.mark.slow
 def test_several_updates_are_as_many_steps_on_one_batch():
-    """By `grad_fn`, which also adds up micro-batches."""
+    """By `value_and_grad`, which also adds up micro-batches."""
     optim = dict(learning_rate=1e-2, warmup_steps=0, schedule="cosine")
     base = Experiment(
         name="u", model=TINY, train=TrainConfig(steps=3, batch_size=4), parallel=ParallelConfig(micro_batch_size=2)

@@ -25,7 +25,7 @@ from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints, _render
 from jaxgpt.runs.directory import lock_run, read_metadata
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.train import TrainState, init_skip_state
+from jaxgpt.train import TrainState
 from tests.helpers import edit_record, flip, tiny_experiment
 
 FLIPS = 60  # single bits, over all files of a checkpoint
@@ -33,8 +33,12 @@ FLIPS = 60  # single bits, over all files of a checkpoint
 
 def small_state(step, size=16):
     params = {"a": {"kernel": jax.numpy.arange(size * size, dtype="float32").reshape(size, size) + step}}
-    opt_state = init_skip_state(optax.adam(1e-3).init(params))
-    return TrainState(step=jax.numpy.int32(step), params=params, opt_state=opt_state)
+    return new_state(params, optax.adam(1e-3), step)
+
+
+def new_state(params, optimizer, step):
+    counters = {name: jax.numpy.int32(0) for name in ("skipped", "in_a_row")}
+    return TrainState(jax.numpy.int32(step), params, optimizer.init(params), **counters)
 
 
 def save(directory, steps, losses=(), **policy):
@@ -51,7 +55,7 @@ def test_an_output_matrix_that_was_no_module_is_read_as_one(tmp_path):
 
     def state(head):
         params = {"h_0": {"mlp": {"kernel": np.ones((2, 3), np.float32)}}, "lm_head": head}
-        return TrainState(jax.numpy.int32(3), params, init_skip_state(optimizer.init(params)))
+        return new_state(params, optimizer, 3)
 
     head = np.arange(6, dtype=np.float32).reshape(2, 3)
     saved, like = state(head), jax.eval_shape(lambda: state({"kernel": head}))

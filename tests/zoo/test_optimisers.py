@@ -10,10 +10,11 @@ from jaxgpt.config import GPTConfig, OptimConfig
 from jaxgpt.optim import by_rank, make_optimizer
 from tests.helpers import import_pages
 
-cautious, ema_tail, lion, normuon, polar, schedule_free, spikes, soap = import_pages(
+cautious, ema_tail, line_search, lion, normuon, polar, schedule_free, spikes, soap = import_pages(
     "zoo",
     "cautious_weight_decay",
     "ema_tail",
+    "line_search",
     "lion",
     "normuon",
     "polar_express",
@@ -150,6 +151,16 @@ def test_spikes_are_judged_by_the_median_of_the_steps_taken():
         assert (bool(state.is_spike), float(step)) == (is_spike, 0.0 if is_spike else len(taken))
     assert len(norms) - len(taken) > 30 and taken.count(1e6) == 1
     assert spikes.SkipSpikesConfig().metrics({}, {}, state) == {"spike": float(is_spike)}
+
+
+def test_a_step_is_halved_until_the_loss_of_its_batch_falls():
+    """From 0.1 down a parabola: steps of 1, 1/2 and 1/4 end higher up on its other side."""
+    optimizer = line_search.search_line(10, 1.0)
+    state = optimizer.init(jnp.zeros(()))
+    value_and_grad = jax.value_and_grad(lambda x: 50.0 * x**2)
+    step, state = optimizer.update(jnp.float32(-1.0), state, jnp.float32(0.1), value_and_grad=value_and_grad)
+    assert float(step) == -0.125
+    assert line_search.LineSearchConfig().metrics({}, {}, (None, state)) == {"length": 0.125}
 
 
 def orthogonalize(x, coefficients):
