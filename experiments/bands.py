@@ -31,7 +31,7 @@ from jaxgpt.config import differences, from_dict, to_dict
 from jaxgpt.runs.code import find_class_in
 from jaxgpt.runs.directory import RunMetadata, read_metadata
 from jaxgpt.runs.metrics import finite_values, read_metrics
-from jaxgpt.runs.training import CHANGEABLE, describe_data_changes
+from jaxgpt.runs.resume import CHANGEABLE, describe_data_changes
 from jaxgpt.statistics import t_quantile
 from jaxgpt.tools.grid import train_or_resume
 

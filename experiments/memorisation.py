@@ -18,7 +18,7 @@ import pydivsufsort
 
 from jaxgpt import Run, UserError, load
 from jaxgpt.data.pipeline import Tokens
-from jaxgpt.runs.training import reopen_dataset
+from jaxgpt.runs.resume import reopen_dataset
 from jaxgpt.tools.grid import format_table
 
 MOST_TEXT = 2**26  # leading tokens of the training text that are searched

@@ -38,7 +38,7 @@ from jaxgpt.data.corpus import CORPORA
 from jaxgpt.errors import first_line
 from jaxgpt.files import read_bytes, read_json, render_json, sha256, write_whole
 from jaxgpt.runs.code import run_file
-from jaxgpt.runs.training import CHANGEABLE
+from jaxgpt.runs.resume import CHANGEABLE
 from jaxgpt.statistics import paired_p_values
 from jaxgpt.tools.grid import read_curve, with_values
 from jaxgpt.tools.replay import audit

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from jaxgpt.config import ParallelConfig as ParallelConfig
     from jaxgpt.config import TrainConfig as TrainConfig
     from jaxgpt.errors import UserError as UserError
-    from jaxgpt.fitting import fit as fit
     from jaxgpt.model import GPT as GPT
     from jaxgpt.parallel.jax_setup import configure_jax as configure_jax
     from jaxgpt.run import Run as Run
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from jaxgpt.sample.score import Score as Score
     from jaxgpt.sample.score import score as score
     from jaxgpt.tools.xray.xray import xray as xray
+    from jaxgpt.training import fit as fit
 
     __version__: str
 
@@ -38,7 +38,6 @@ _NAMES = {  # by the module that they come from
     "cli.train": "run_experiment",
     "config": "DataConfig Experiment GPTConfig LoraConfig ObjectiveConfig OptimConfig ParallelConfig TrainConfig",
     "errors": "UserError",
-    "fitting": "fit",
     "model": "GPT",
     "parallel.jax_setup": "configure_jax",
     "run": "Run load",
@@ -47,6 +46,7 @@ _NAMES = {  # by the module that they come from
     "sample.quantize": "for_decoding",
     "sample.score": "Score score",
     "tools.xray.xray": "xray",
+    "training": "fit",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -124,19 +124,20 @@ def train_step(
     is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     update = optax.with_extra_args_support(optimizer).update
     updates, opt_state = update(grads, state.opt_state, state.params, value_and_grad=lambda x: average(x)[:2])
-    # Parameters are chosen after the sum, not their updates before it: the compiler fuses the optimizer's last product
-    # and this sum into one instruction with one rounding.
-    taken = (optax.apply_updates(state.params, updates), opt_state, state.skipped, 0)
-    skipped = (state.params, state.opt_state, state.skipped + 1, state.in_a_row + 1)
-    chosen = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), taken, skipped)
-    state_after = TrainState(state.step + 1, *chosen, state.frozen_params)
     metrics |= report(grads, updates, opt_state)
     rates = optax.tree.get_all_with_path(opt_state, "learning_rate")  # by optax.inject_hyperparams
-    ours = {"loss": loss, "grad_norm": norm, "in_a_row": state_after.in_a_row}
+    # Parameters are chosen after the sum, not their updates before it: the compiler fuses the optimizer's last product
+    # and this sum into one instruction with one rounding.
+    params = optax.apply_updates(state.params, updates)
+    taken = (params, opt_state, state.skipped, 0)
+    skipped = (state.params, state.opt_state, state.skipped + 1, state.in_a_row + 1)
+    params, opt_state, skips, in_a_row = jax.tree.map(lambda x, y: jnp.where(is_finite, x, y), taken, skipped)
+    after = TrainState(state.step + 1, params, opt_state, skips, in_a_row, state.frozen_params)
+    ours: Metrics = {"loss": loss, "grad_norm": norm, "in_a_row": in_a_row}
     ours["learning_rate"] = rates[0][1] if rates else schedule(state.step - state.skipped)
     if both := metrics.keys() & (RESERVED | ours.keys()):
         raise UserError(f"a metric of the experiment's own is called {min(both)!r}, as one of jaxgpt's: rename it")
-    return state_after, metrics | ours
+    return after, metrics | ours
 
 
 def add_up(function: Callable[[Batch, jax.Array | int], Any], batch: Batch, parts: int) -> Any:

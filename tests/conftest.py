@@ -56,7 +56,7 @@ def private_cache(tmp_path_factory):
 @pytest.fixture(scope="session", autouse=True)
 def shared_trainers():
     """Steps that several tests train with are traced and compiled once: a trainer is a value, of these fields alone."""
-    from jaxgpt.runs import training
+    from jaxgpt import training
 
     make, made = training.make_trainer, {}
 
@@ -104,7 +104,7 @@ def text_file(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_run(text_file, tmp_path_factory):
     """A run of `tiny_experiment`, trained once in each process. Tests only read it: who changes it copies its directory."""
-    from jaxgpt.fitting import fit
+    from jaxgpt.training import fit
     from tests.helpers import tiny_experiment
 
     return fit(tiny_experiment(text_file), tmp_path_factory.mktemp("tiny") / "run", progress=False)

@@ -19,7 +19,7 @@ ROWS = [
     ["cli"],
     ["serve"],
     ["tools"],
-    ["fitting"],
+    ["training"],
     ["run"],
     ["runs"],
     ["parallel"],
@@ -28,7 +28,6 @@ ROWS = [
     ["interventions"],
     ["sample"],
     ["data"],
-    ["loop"],
     ["head_loss"],
     ["loss", "plain_generate"],
     ["train"],
@@ -243,7 +242,7 @@ def test_the_house_keeps_its_budget():
 
 
 # The core is what these modules bring in: all of it is read in an evening, and needs jax, flax and optax alone.
-CORE = ("train", "loop", "loss", "model", "optim", "plain_generate")
+CORE = ("train", "loss", "model", "optim", "plain_generate")
 CORE_LINES = 2_280
 
 

@@ -7,7 +7,7 @@ import sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        rings = ("data", "sample", "parallel", "cluster", "runs", "hf", "tools", "cli", "run", "fitting")
+        rings = ("data", "sample", "parallel", "cluster", "runs", "hf", "tools", "cli", "run", "training")
         if name.split(".")[0] in {packages} or name.startswith("jaxgpt.") and name.split(".")[1] in rings:
             raise ImportError(f"{{name}} is not of the core")
 
@@ -16,32 +16,28 @@ sys.meta_path.insert(0, Refuse())
 for name in [name for name in sys.modules if name.split(".")[0] in {packages}]:
     del sys.modules[name]
 
-import functools, itertools
+import functools
 import jax, jax.numpy as jnp
 from jaxgpt.batch import Batch
-from jaxgpt.config import GPTConfig, OptimConfig, TrainConfig
-from jaxgpt.loop import train
+from jaxgpt.config import GPTConfig, OptimConfig
 from jaxgpt.loss import make_loss
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer
 from jaxgpt.train import init_state, train_step
 
 text = list(b"to be or not to be, ")
-config = TrainConfig(steps=60)
+steps = 60
 optim = OptimConfig(learning_rate=1e-2)
 model = GPT(GPTConfig(vocab_size=128, block_size=len(text), n_layer=1, n_head=2, n_embd=32))
-optimizer = make_optimizer(optim, config.steps)
+optimizer = make_optimizer(optim, steps)
 state = init_state(model, optimizer, jax.random.key(0))
-step = functools.partial(train_step, loss_fn=make_loss(model), optimizer=optimizer, schedule=learning_rate(optim, config.steps))
+step = functools.partial(train_step, loss_fn=make_loss(model), optimizer=optimizer, schedule=learning_rate(optim, steps))
 batch = Batch(inputs_BT=jnp.asarray([text]), targets_BT=jnp.asarray([text[1:] + text[:1]]))
 
-def log(line):
-    if "loss" in line:
-        print(line["step"], line["loss"])
-
-state = train(
-    jax.jit(step), state, itertools.repeat(batch), config=config, max_skipped=1, key=jax.random.key(1), log=log
-)
+compiled = jax.jit(step)
+for number in range(1, steps + 1):
+    state, metrics = compiled(state, batch, jax.random.key(1))
+    print(number, metrics["loss"])
 tokens, apply = text[:6], jax.jit(model.apply)
 while len(tokens) < len(text):
     padded = jnp.asarray([tokens + [0] * (len(text) - len(tokens))])

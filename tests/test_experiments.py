@@ -11,9 +11,9 @@ import pytest
 
 from jaxgpt.cli.experiment_file import load_experiment, load_variants
 from jaxgpt.config import Experiment
-from jaxgpt.fitting import fit
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.tools.study import check_comparable
+from jaxgpt.training import fit
 from tests.conftest import REPOSITORY
 from tests.helpers import run_command, script
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxgpt.errors import UserError
-from jaxgpt.fitting import fit
 from jaxgpt.interventions import logit_lens, run
 from jaxgpt.sample.quantize import unstack_layers
+from jaxgpt.training import fit
 from tests.helpers import import_pages, tiny_experiment
 from tests.interventions.test_edits import CONFIGS, TOKENS, make, quick
 

@@ -1,8 +1,6 @@
 """A run from end to end: what it writes, how it goes on, what it refuses."""
 
-import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import shutil
@@ -17,19 +15,16 @@ import optax
 import pytest
 
 import jaxgpt
-from jaxgpt import loop
 from jaxgpt.config import differences
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError
-from jaxgpt.fitting import fit
-from jaxgpt.parallel import multihost
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import read_metadata
-from jaxgpt.runs.log import RunLog
 from jaxgpt.runs.metrics import MetricsFile, read_metrics
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from jaxgpt.tools.replay import replay
 from jaxgpt.train import TrainState
+from jaxgpt.training import fit
 from tests.helpers import replace_fields, tiny_experiment
 
 
@@ -153,7 +148,7 @@ def test_the_best_so_far_is_known_after_a_resume(experiment, tmp_path, monkeypat
             raise Killed
         return loss, 1
 
-    monkeypatch.setattr("jaxgpt.fitting.mean_loss", mean_loss)
+    monkeypatch.setattr("jaxgpt.training.mean_loss", mean_loss)
     train = dataclasses.replace(experiment.train, eval_every=2, checkpoint_every=100, keep_last=9)
     e = dataclasses.replace(experiment, train=train)
     with pytest.raises(Killed):
@@ -219,7 +214,7 @@ def test_a_finished_run_is_left_as_it_is(run, experiment):
 @pytest.mark.parametrize("setup", [True, False])
 def test_fit_and_load_set_up_the_process_unless_they_are_asked_not_to(run, experiment, monkeypatch, setup):
     calls = []
-    for module in ("fitting", "run"):
+    for module in ("training", "run"):
         monkeypatch.setattr(f"jaxgpt.{module}.configure_jax", lambda: calls.append("set up"))
     fit(experiment, run.directory, progress=False, setup=setup)
     load(run.directory, setup=setup)
@@ -252,29 +247,6 @@ def test_a_run_is_trained_longer(experiment, tmp_path):
     assert again.step == longer.step and replay(directory, 3).equal and replay(directory, 6).equal
     with pytest.raises(UserError, match="another configuration: .*train.steps 6 -> 4"):
         fit(of(4), directory, progress=False)
-
-
-def test_all_processes_have_the_same_steps_in_flight(experiment, tmp_path, monkeypatch):
-    """The first one says how many, whatever the clock of this one says."""
-    events, asked = [], []
-
-    def on_process_0(function):
-        asked.append(function())
-        return asked[0] if len(asked) == 1 else 2
-
-    monkeypatch.setattr(loop, "LONG_STEP", 0.0)  # by our own clock none
-    monkeypatch.setattr(multihost, "on_process_0", on_process_0)
-    begun = itertools.count(1)
-    watch = contextlib.nullcontext(lambda: events.append(f"begin {next(begun)}"))
-    monkeypatch.setattr(multihost, "watch_progress", lambda: watch)
-    monkeypatch.setattr(
-        RunLog, "__call__", lambda self, line: "loss" in line and events.append(f"settle {line['step']}")
-    )
-    e = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, eval_every=6, checkpoint_every=6))
-    fit(e, tmp_path / "r", progress=False)
-    assert asked == [0, 0]
-    settled = "begin 1, settle 1, begin 2, settle 2, begin 3, begin 4, begin 5, settle 3, begin 6, settle 4, settle 5"
-    assert ", ".join(events).startswith(settled)
 
 
 def test_other_data_is_refused_though_the_path_may_change(run, experiment, tmp_path, text_file):

@@ -11,11 +11,11 @@ import pytest
 
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.fitting import fit
 from jaxgpt.sample import Decoding, Sampling
 from jaxgpt.sample.engine import generate
 from jaxgpt.sample.filters import SamplingRows
 from jaxgpt.sample.state import pad_stop_tokens
+from jaxgpt.training import fit
 from tests.helpers import TINY, apply, make_model, script, tiny_experiment
 
 page = script("speculative")

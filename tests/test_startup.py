@@ -37,7 +37,7 @@ except SystemExit as e:
 
 def test_the_loop_imports_what_it_needs_for_the_first_step(tmp_path):
     """Grain and Orbax take a second, and are not needed before the first batch and the first checkpoint."""
-    assert imported("import jaxgpt.fitting", tmp_path) == {"jax", "flax", "optax", "numpy", "rich"}
+    assert imported("import jaxgpt.training", tmp_path) == {"jax", "flax", "optax", "numpy", "rich"}
 
 
 @needs("libtpu", "tpu")

@@ -14,12 +14,12 @@ from jaxgpt.config import Experiment, GPTConfig, OptimConfig
 from jaxgpt.data.pipeline import training_batches, validation_batches
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.fitting import fit
 from jaxgpt.optim import label_parameters, learning_rate
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import load
 from jaxgpt.sample.cache import KVCache
 from jaxgpt.sample.quantize import for_decoding
+from jaxgpt.training import fit
 from tests.helpers import FLOAT32_REORDERED, TINY, import_pages, make_model, run_command, tiny_experiment
 
 beams, encoder_decoder, pairs, train, translate = import_pages(

@@ -25,7 +25,7 @@ from jaxgpt.hf.source import find_directory
 from jaxgpt.runs import pretrained
 from jaxgpt.runs.directory import Origin, read_metadata, write_metadata
 from jaxgpt.runs.metrics import read_metrics, rewind_metrics
-from jaxgpt.runs.training import reopen_dataset
+from jaxgpt.runs.resume import reopen_dataset
 from tests.faults import fuzz
 from tests.helpers import TINY, edit_record, flip, tiny_experiment
 from tests.test_architecture import imports, modules

@@ -114,7 +114,7 @@ def _serve(request: dict) -> dict:
 
 
 def main() -> None:
-    for name in ("__main__", "fitting", "run", "tools.plan.plan", "data"):
+    for name in ("__main__", "training", "run", "tools.plan.plan", "data"):
         importlib.import_module(f"jaxgpt.{name}")
     with contextlib.redirect_stderr(io.StringIO()):
         for verb in ("train", "sample", "evaluate", "plan"):

@@ -36,8 +36,8 @@ def started():
     configure_jax()
     reached("jax is imported")
     import jax.monitoring
-    from jaxgpt import DataConfig, fitting
-    from jaxgpt.runs import checkpoint, training
+    from jaxgpt import DataConfig, training
+    from jaxgpt.runs import checkpoint
     reached("all is imported")
     names = {"jaxpr_trace_duration": "tracing", "jaxpr_to_mlir_module_duration": "lowering",
              "backend_compile_duration": "compiling or reading the cache"}
@@ -54,8 +54,8 @@ def started():
         setattr(owner, name, timed)
     after(DataConfig, "open_dataset", "the data is there")
     after(training.Training, "restore_or_init", "the state is there")
-    after(fitting.RunLog, "__call__", "the first step is done")
-    after(fitting, "mean_loss", "the validation loss is known")
+    after(training.RunLog, "log_first_step", "the first step is done")
+    after(training, "mean_loss", "the validation loss is known")
     after(checkpoint.Checkpoints, "wait", "it is saved")
 train.configure_jax = started
 __main__.main(sys.argv[1:])

@@ -73,7 +73,7 @@ def trainer_steps(trainer, batches: Iterator) -> Steps:
     """Return the steps of a trainer from step 0, with as many in flight as `fit` has."""
     import jax
 
-    from jaxgpt.loop import IN_FLIGHT
+    from jaxgpt.parallel.trainer import IN_FLIGHT
 
     key = jax.random.key(1)
     state = trainer.init_state(jax.random.key(0))

@@ -36,7 +36,7 @@ from jaxgpt.data.pipeline import Tokens
 from jaxgpt.interventions import logit_lens
 from jaxgpt.interventions import run as forward
 from jaxgpt.interventions.model import stream_names
-from jaxgpt.runs.training import reopen_dataset
+from jaxgpt.runs.resume import reopen_dataset
 
 MOST_PARTS = 5  # parts of an attribution to print
 

@@ -51,8 +51,8 @@ def train(
     experiment = choose_context(label_own_text(experiment, run_dir))
     import jax
 
-    from jaxgpt.fitting import fit
     from jaxgpt.parallel.multihost import exit_now, is_process_0
+    from jaxgpt.training import fit
 
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1)  # prints the stacks of a run that hangs

@@ -17,7 +17,6 @@ from jaxgpt.config.validate import short_repr
 from jaxgpt.errors import UserError
 from jaxgpt.head_loss import chunked_next_token_loss, fused_next_token_loss
 from jaxgpt.layers.block import NO_SHARDING, Compute
-from jaxgpt.loop import IN_FLIGHT
 from jaxgpt.lora import freeze, init_adapters, join_adapters, thaw, thawed_shapes, with_adapters
 from jaxgpt.loss import HeadLoss
 from jaxgpt.model import GPT
@@ -37,6 +36,10 @@ from jaxgpt.parallel.strategy import (
 from jaxgpt.sample.quantize import find_own_modules
 from jaxgpt.train import Metrics, Params, TrainState, eval_step, init_state, train_step
 
+# Steps and batches that the device may still compute while the host goes on. On CPU `configure_jax` turns asynchronous
+# dispatch off. Elsewhere two hide the host's work. More would only queue memory, and several fake devices on few cores
+# hang when hundreds of steps are in flight.
+IN_FLIGHT = 2
 Devices = Sequence[jax.Device] | None  # None means all processes' devices. A topology's are to compile for absent ones
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import math
 import secrets
 from collections.abc import Callable
@@ -24,13 +23,13 @@ from jaxgpt.config.validate import Count, Fraction, Interval, check_count, check
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, parse_json, render_json
 from jaxgpt.parallel.device import device_kind
-from jaxgpt.parallel.trainer import mean_loss
+from jaxgpt.parallel.trainer import gather_params
 from jaxgpt.runs.autopsy import NonFiniteReport, debug_step, format_report
 from jaxgpt.runs.checkpoint import CorruptCheckpoint, open_checkpoints
 from jaxgpt.runs.directory import find_run, installed_versions, read_metadata
 from jaxgpt.runs.metrics import parse_metrics, read_metrics
-from jaxgpt.runs.training import Training, gather_params, open_training
 from jaxgpt.train import Metrics, TrainState, why_skipped
+from jaxgpt.training import Training, open_training
 
 TIMES = ("tokens_per_second", "mfu", "seconds")  # what a line says of the machine, which no audit can repeat
 SHARE = 0.035  # share of a run's steps to repeat by default
@@ -94,7 +93,7 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     # A skipped step leaves the parameters unchanged.
     if skipped is not None and (params := gather_params(trainer, state)) is not None:
         findings = debug_step(trainer, params, training.whole_batch(step, state), training.dropout_key, step)
-    lines = [x for x in read_metrics(training.metrics) if x["step"] == step and "val_loss" not in x]
+    lines = [x for x in read_metrics(directory / "metrics.jsonl") if x["step"] == step and "val_loss" not in x]
     logged, equal = lines[-1] if lines else None, None
     if logged is not None:
         equal = logged.get("loss") == loss if skipped is None else logged.get("skipped") == skipped
@@ -243,8 +242,7 @@ def audit(
 
     def measure(step: int, state: TrainState) -> None:
         """Measure the validation loss after a step, and compare it with the log and with the checkpoint's."""
-        loss = functools.partial(mean_loss, training.trainer.eval_step, training.trainer.merged_params(state))
-        val_loss, val_losses = training.measure_val_loss(lambda windows: loss(windows)[0])
+        val_loss, val_losses = training.measure_val_loss(training.trainer.merged_params(state))
         line = claims.validations.get(step, {"val_loss": claims.kept.get(step)})
         claimed = {"val_loss": line["val_loss"], **line.get("val_losses", {})}
         again = {"val_loss": val_loss, **val_losses}
@@ -288,7 +286,7 @@ class _Claims:
 
 def _read_claims(training: Training, found: AuditResult) -> _Claims:
     """Return what a run claims. What cannot be true, whatever its steps give, is a finding."""
-    lines, damaged = parse_metrics(training.metrics)
+    lines, damaged = parse_metrics(training.directory / "metrics.jsonl")
     claims = _Claims({}, {}, {})
     found.findings += [damaged] if damaged else []
     impossible = f"is in the run, which has the steps 1 to {found.steps}"

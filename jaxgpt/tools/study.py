@@ -15,13 +15,13 @@ from jaxgpt.config import Experiment, ObjectiveConfig, differences
 from jaxgpt.config.validate import check_count, short, short_repr
 from jaxgpt.errors import UserError
 from jaxgpt.files import open_whole, render_json, write_whole
-from jaxgpt.fitting import fit
 from jaxgpt.parallel.multihost import initialize
 from jaxgpt.runs.directory import is_run, read_metadata
 from jaxgpt.runs.pretrained import resolve_init_from
-from jaxgpt.runs.training import describe_data_changes
+from jaxgpt.runs.resume import describe_data_changes
 from jaxgpt.statistics import CONFIDENCE, count_pairs_needed, holm_levels, mean_interval, paired_p_values
 from jaxgpt.tools.grid import Curve, format_table, train_grid, with_values
+from jaxgpt.training import fit
 
 STUDY, PLOT = "study.json", "study.png"  # the result and its figure, next to the directories of the variants
 # Colours of the verdicts, of which all others are grey.

@@ -31,12 +31,12 @@ from jaxgpt.config.serialize import suggest, to_dict
 from jaxgpt.config.validate import Count, NonNegativeInt, check_value, field_hints, short, short_repr
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_json, render_json, write_whole
-from jaxgpt.fitting import fit
 from jaxgpt.runs.code import find_class_in
 from jaxgpt.runs.directory import RUNS
-from jaxgpt.runs.training import CHANGEABLE
+from jaxgpt.runs.resume import CHANGEABLE
 from jaxgpt.statistics import mean_interval
 from jaxgpt.tools.grid import format_table, train_grid, with_values
+from jaxgpt.training import fit
 
 SWEEP = "sweep.json"  # the definition and, later, the result
 LARGEST_SWEEP = 2**24  # bytes of it

@@ -12,7 +12,7 @@ from jaxgpt.data import corpus, dataset
 from jaxgpt.data.dataset import encode_whole, prepare
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.runs.training import reopen_dataset
+from jaxgpt.runs.resume import reopen_dataset
 from tests.conftest import TEXT
 from tests.helpers import chat_file, recorded_run, sentencepiece
 

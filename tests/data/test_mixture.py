@@ -17,11 +17,11 @@ from jaxgpt.data.mixture import Mixture, assign_rows, read_mixture
 from jaxgpt.data.pipeline import Tokens, training_batches, validation_batches
 from jaxgpt.data.tokenizer import CharTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.fitting import fit
 from jaxgpt.runs.metrics import MetricsFile, read_metrics
-from jaxgpt.runs.training import describe_data_changes
+from jaxgpt.runs.resume import describe_data_changes
 from jaxgpt.tools.evaluate.evaluate import evaluate_run, format_evaluation
 from jaxgpt.tools.replay import audit
+from jaxgpt.training import fit
 from tests.helpers import tiny_experiment
 
 WEIGHTS = {"a": 0.55, "b": 0.3, "c": 0.15}

@@ -16,7 +16,7 @@ from jaxgpt.data.dataset import prepare
 from jaxgpt.data.tokenizer import IdTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.runs.directory import read_metadata, write_metadata
-from jaxgpt.runs.training import describe_data_changes
+from jaxgpt.runs.resume import describe_data_changes
 from tests.helpers import check_command, script, tiny_experiment
 
 

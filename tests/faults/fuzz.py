@@ -27,7 +27,7 @@ from jaxgpt.hf.families import FAMILIES, get_family
 from jaxgpt.hf.family import canonical_form
 from jaxgpt.hf.weights import DTYPES, INDEX, hold, list_tensors, write
 from jaxgpt.runs.directory import FORMAT, read_metadata
-from jaxgpt.runs.training import describe_data_changes
+from jaxgpt.runs.resume import describe_data_changes
 from tests.conftest import TEXT
 from tests.helpers import tiny_experiment
 from tests.hf.peers import BODY, LLAMA3, SHAPES

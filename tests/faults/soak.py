@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from jaxgpt.config import Experiment, GPTConfig, OptimConfig, TrainConfig
-from jaxgpt.fitting import fit
 from jaxgpt.runs.metrics import MetricsFile
+from jaxgpt.training import fit
 
 WARM_UP = 0.25  # the first share of the steps, in which memory may grow and programs are compiled
 

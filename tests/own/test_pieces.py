@@ -17,7 +17,6 @@ from jaxgpt import interventions, plain_generate
 from jaxgpt.cli.experiment_file import load_file, load_variants
 from jaxgpt.config import LoraConfig
 from jaxgpt.errors import UserError
-from jaxgpt.fitting import fit
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.tools.convert import export_gguf, export_hf
@@ -29,6 +28,7 @@ from jaxgpt.tools.study import run_study
 from jaxgpt.tools.sweep import sweep
 from jaxgpt.tools.xray.live import make_page
 from jaxgpt.tools.xray.xray import xray
+from jaxgpt.training import fit
 from tests.conftest import REPOSITORY
 from tests.helpers import check_command
 from tests.serve.live import serve
@@ -216,7 +216,7 @@ def test_how_it_is_computed_changes_nothing_but_rounding(tmp_path):
 DEVICES = f"""
 import json, sys
 from jaxgpt.cli.experiment_file import load_file
-from jaxgpt.fitting import fit
+from jaxgpt.training import fit
 from jaxgpt.tools.grid import with_values
 
 for name in ("layer", "experiment"):

@@ -14,7 +14,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, GPTConfig, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
-from jaxgpt.fitting import fit
 from jaxgpt.hf.families import GPT2, GPT_NEOX, LLAMA
 from jaxgpt.hf.weights import list_tensors, read_params, shapes_of, to_tensors, write
 from jaxgpt.layers.kernels.plain import plain_attention
@@ -25,6 +24,7 @@ from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metrics import MetricsFile, read_metrics
 from jaxgpt.tools.plan.hlo import read_program
+from jaxgpt.training import fit
 from tests.helpers import tiny_experiment
 
 # Sums over a batch in another order: a few units in the last place, grown over 20 steps of Adam. Seen: 3.8e-6.

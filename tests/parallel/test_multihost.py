@@ -178,7 +178,7 @@ def test_an_error_of_one_process_in_a_step_ends_the_other(start, tmp_path, error
 
 REFUSES = """
 import jax
-import jaxgpt.fitting
+import jaxgpt.training
 from jaxgpt.errors import UserError
 from jaxgpt.parallel import multihost
 
@@ -192,7 +192,7 @@ def refuses(*_):
     elif jax.process_index() == {who}:
         taken()
 
-jaxgpt.fitting.is_resumable = refuses
+jaxgpt.training.is_resumable = refuses
 """
 
 

@@ -11,11 +11,11 @@ import time
 import chex
 import pytest
 
-from jaxgpt import fitting
+from jaxgpt import training
 from jaxgpt.errors import Preempted
-from jaxgpt.fitting import fit
 from jaxgpt.run import load
 from jaxgpt.runs.metrics import read_metrics
+from jaxgpt.training import fit
 from tests.conftest import REPOSITORY
 from tests.helpers import tiny_experiment
 
@@ -43,7 +43,7 @@ STOP = "SIGTERM"
 
 def script(monkeypatch, *losses):
     """Validations find these losses in turn, and then what they are. STOP sends the signal on the way."""
-    plain, found = fitting.mean_loss, iter(losses)
+    plain, found = training.mean_loss, iter(losses)
 
     def scripted(*arguments):
         loss = next(found, None)
@@ -51,7 +51,7 @@ def script(monkeypatch, *losses):
             os.kill(os.getpid(), signal.SIGTERM)
         return (loss, 1) if isinstance(loss, float) else plain(*arguments)
 
-    monkeypatch.setattr(fitting, "mean_loss", scripted)
+    monkeypatch.setattr(training, "mean_loss", scripted)
 
 
 def test_a_signal_during_validation_saves_first_and_validates_on_return(experiment, whole, tmp_path, monkeypatch):

@@ -11,9 +11,9 @@ import pytest
 
 from jaxgpt.batch import Batch
 from jaxgpt.errors import UserError
-from jaxgpt.fitting import fit
 from jaxgpt.loss import make_loss
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
+from jaxgpt.training import fit
 from tests.helpers import TINY, import_pages, make_model, replace_fields
 
 NAMES = ("distillation", "dpo", "grpo", "logprobs", "preferences")

@@ -14,16 +14,15 @@ from jaxgpt import Experiment, GPTConfig, OptimConfig, ParallelConfig, TrainConf
 from jaxgpt.batch import Batch
 from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.config import LoraConfig
-from jaxgpt.fitting import fit
 from jaxgpt.parallel import multihost
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.runs.training import open_training
 from jaxgpt.sample.engine import generate
 from jaxgpt.tools.evaluate.evaluate import evaluate_run, format_evaluation
 from jaxgpt.tools.overview import format_rows, read_rows
 from jaxgpt.tools.replay import audit, replay
 from jaxgpt.tools.report import make_report
+from jaxgpt.training import fit, open_training
 from tests.conftest import REPOSITORY
 from tests.helpers import TINY, check_command, import_pages, make_model, replace_fields, run_command
 
@@ -366,7 +365,7 @@ DEVICES = """
 import pathlib, jax, jaxgpt
 from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.parallel.jax_setup import configure_jax
-from jaxgpt.runs.training import open_training
+from jaxgpt.training import open_training
 import dataclasses
 configure_jax()
 own, found = load_experiment("own.py"), []

@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 
 import jaxgpt.parallel.trainer
-from jaxgpt import fitting
+from jaxgpt import training
 from jaxgpt.batch import Batch
 from jaxgpt.errors import Diverged, UserError
-from jaxgpt.fitting import fit
-from jaxgpt.parallel.trainer import make_trainer
+from jaxgpt.parallel.trainer import gather_params, make_trainer
 from jaxgpt.run import load
 from jaxgpt.runs.autopsy import debug_step
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metrics import MetricsFile, read_metrics
-from jaxgpt.runs.training import gather_params
 from jaxgpt.tools.replay import replay
 from jaxgpt.train import init_state
+from jaxgpt.training import fit
 from tests.helpers import plant_bad_targets, replace_fields, tiny_experiment
 from tests.test_session import Killed, _raise_at
 
@@ -97,7 +96,7 @@ def bad_batch():
 def whole(bumpy, bad_batch, tmp_path_factory):
     """(the run, the steps at which it saved); its first validation loss is NaN."""
     saved, losses = [], iter([float("nan")])
-    save, mean_loss = Checkpoints.save, fitting.mean_loss
+    save, mean_loss = Checkpoints.save, training.mean_loss
 
     def noted(self, state, step, val_loss, **more):
         saved.append((step, val_loss))
@@ -105,7 +104,7 @@ def whole(bumpy, bad_batch, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoints, "save", noted)
-        patch.setattr(fitting, "mean_loss", lambda *a: (next(losses, mean_loss(*a)[0]), 0))
+        patch.setattr(training, "mean_loss", lambda *a: (next(losses, mean_loss(*a)[0]), 0))
         run = fit(bumpy, tmp_path_factory.mktemp("bumpy") / "whole", progress=False)
     return run, saved
 

@@ -19,13 +19,13 @@ import pytest
 
 from jaxgpt.config import OptimConfig
 from jaxgpt.errors import CheckpointSaveError, UserError
-from jaxgpt.fitting import fit
 from jaxgpt.optim import make_optimizer
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints, _render
 from jaxgpt.runs.directory import lock_run, read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.train import TrainState
+from jaxgpt.training import fit
 from tests.helpers import edit_record, flip, tiny_experiment
 
 FLIPS = 60  # single bits, over all files of a checkpoint

@@ -11,7 +11,6 @@ from jaxgpt.cli.main import bind_command
 from jaxgpt.config import DataConfig, GPTConfig, OptimConfig, TrainConfig
 from jaxgpt.config.presets import finetune
 from jaxgpt.data.tokenizer import ByteTokenizer
-from jaxgpt.fitting import introduction, open_training
 from jaxgpt.hf.families import LLAMA
 from jaxgpt.hf.source import tokenizer_json
 from jaxgpt.hf.weights import to_tensors, write
@@ -20,6 +19,7 @@ from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.pretrained import open_weights
 from jaxgpt.tools.convert import export_hf, import_model
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
+from jaxgpt.training import introduction, open_training
 from tests.helpers import chat_file, make_model, tiny_experiment
 
 CONTEXT = 131_072

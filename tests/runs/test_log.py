@@ -1,17 +1,14 @@
 """What a run logs about its speed."""
 
 import itertools
-import threading
 from types import SimpleNamespace
 
 import pytest
 
 import jaxgpt.runs.log
 from jaxgpt.parallel.device import PEAKS
-from jaxgpt.parallel.strategy import ONE_DEVICE
 from jaxgpt.runs.log import Clock, RunLog
 from jaxgpt.runs.metrics import plot_losses, read_metrics
-from jaxgpt.runs.training import Training
 from tests.helpers import tiny_experiment
 
 
@@ -26,17 +23,13 @@ def test_the_rate_and_the_mfu(text_file, tmp_path, monkeypatch, capsys, quiet):
     monkeypatch.setitem(PEAKS, "a device", SimpleNamespace(flops=1e12))
     monkeypatch.setattr(jaxgpt.runs.log, "train_flops_per_token", lambda *_: 1e6)
     trainer = SimpleNamespace(parameters=(), strategy=SimpleNamespace(devices=range(8)))
-    training = SimpleNamespace(
-        metrics=tmp_path / "metrics.jsonl",
-        experiment=tiny_experiment(text_file, batch_size=16, log_every=2),
-        trainer=trainer,
-    )
     seen = []
-    log = RunLog(training, 3, [seen.append], show=True)
+    experiment = tiny_experiment(text_file, batch_size=16, log_every=2)
+    log = RunLog(tmp_path, experiment, trainer, 3, [seen.append], show=True)
     log.clock = SimpleNamespace(working=itertools.count(0.0, 0.25).__next__, total=lambda: 7.0)
-    log({"step": 4, "compiled": 60.0})
+    log.log_first_step(4, 60.0)
     for step in range(4, 9):
-        log({"step": step, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0})
+        log.log_step(step, dict.fromkeys(("loss", "grad_norm", "learning_rate", "in_a_row"), 1.0))
     log.close()
     _, *said = capsys.readouterr().err.splitlines()
     assert [line.split(" · ")[:2] for line in said] == [[f"step {n}/6", "loss 1.000"] for n in range(4, 9)] * (
@@ -61,16 +54,6 @@ def test_the_number_of_the_best_loss_is_within_the_axes(tmp_path, monkeypatch, b
     box, number = axes.get_window_extent(), axes.texts[0].get_window_extent()
     assert box.y0 + 2 < number.y0 < number.y1 < box.y1 and number.x1 < drawn[0].bbox.x1
     assert box.x0 < number.x0
-
-
-def test_a_program_is_traced_in_the_thread_that_imports():
-    """etils's lazy imports, by which grain is imported, are those of all threads, and jax imports while it traces."""
-    threads = []
-    lower = lambda: threads.append(threading.current_thread()) or SimpleNamespace(compile=lambda: abs)  # noqa: E731
-    trainer = SimpleNamespace(strategy=SimpleNamespace(name=ONE_DEVICE), lower=lower)
-    train = SimpleNamespace(train=SimpleNamespace(steps=2))
-    Training.start_compiling(SimpleNamespace(trainer=trainer, experiment=train), 0)
-    assert threads == [threading.current_thread()]
 
 
 def test_a_clock_goes_on_from_the_sessions_before_and_leaves_out_pauses(monkeypatch):

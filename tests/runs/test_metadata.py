@@ -12,15 +12,15 @@ from jaxgpt.data.template import find_template
 from jaxgpt.data.template import fingerprint as template_fingerprint
 from jaxgpt.data.tokenizer import CharTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.fitting import fit
 from jaxgpt.parallel.device import KERNELS
 from jaxgpt.run import load
 from jaxgpt.runs.directory import read_metadata, write_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.pretrained import resolve_init_from
-from jaxgpt.runs.training import CHANGEABLE
+from jaxgpt.runs.resume import CHANGEABLE
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from jaxgpt.tools.replay import replay
+from jaxgpt.training import fit
 from tests.conftest import TEXT
 from tests.helpers import edit_record, tiny_experiment
 

@@ -14,7 +14,6 @@ import jaxgpt
 from jaxgpt.config import DataConfig, GPTConfig, LoraConfig, OptimConfig
 from jaxgpt.config.presets import finetune
 from jaxgpt.errors import UserError
-from jaxgpt.fitting import fit, introduction, open_training
 from jaxgpt.lora import init_adapters, merge_adapters
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import read_metadata
@@ -23,6 +22,7 @@ from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.tools.convert import export_gguf, export_hf, import_model
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from jaxgpt.tools.replay import replay
+from jaxgpt.training import fit, introduction, open_training
 from tests.helpers import (
     FLOAT32_REORDERED,
     TINY,

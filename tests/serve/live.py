@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxgpt.fitting import fit
+from jaxgpt.training import fit
 from tests.conftest import REPOSITORY, TEXT
 from tests.helpers import replace_fields, tiny_experiment
 from tests.serve.conftest import wait_for

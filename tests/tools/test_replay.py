@@ -9,13 +9,12 @@ import jax
 import pytest
 
 from jaxgpt.errors import Preempted, UserError
-from jaxgpt.fitting import fit
 from jaxgpt.runs.checkpoint import Checkpoints, _render
 from jaxgpt.runs.directory import read_metadata
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.runs.training import open_training
 from jaxgpt.tools.grid import with_values
 from jaxgpt.tools.replay import audit, replay
+from jaxgpt.training import fit, open_training
 from tests.helpers import edit_record, flip, plant_bad_targets, tiny_experiment
 
 STEPS, KEEP = 20, 4
@@ -205,7 +204,7 @@ def test_honest_runs_of_all_kinds_are_accepted(experiment, honest, tmp_path, mon
     if "resumed" in kind:
         with pytest.raises(Preempted), pytest.MonkeyPatch.context() as patch:
             stop = contextlib.nullcontext(lambda step: "SIGTERM" if step == STEPS // 2 else None)
-            patch.setattr("jaxgpt.fitting.catch_signals", lambda: stop)
+            patch.setattr("jaxgpt.training.catch_signals", lambda: stop)
             fit(experiment, run, progress=False)
     if kind.startswith("skipped"):
         plant_bad_targets(monkeypatch, [4 * experiment.train.batch_size, 7 * experiment.train.batch_size + 1])

@@ -13,12 +13,12 @@ from flax import linen as nn
 from jaxgpt import Generated
 from jaxgpt.config.validate import short_repr
 from jaxgpt.errors import UserError
-from jaxgpt.fitting import fit
 from jaxgpt.interventions import Ablations, Forward
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import Run, load
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.tools.report import judge_learning, make_report, report
+from jaxgpt.training import fit
 from tests.browser import unreadable
 from tests.conftest import REPOSITORY
 from tests.helpers import tiny_experiment

@@ -11,12 +11,12 @@ from matplotlib.figure import Figure
 
 from jaxgpt.config import ObjectiveConfig
 from jaxgpt.errors import Diverged, Preempted, UserError
-from jaxgpt.fitting import fit
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.statistics import holm_levels
 from jaxgpt.tools import study
 from jaxgpt.tools.grid import Curve, read_curve, with_values
 from jaxgpt.tools.study import Study, check_comparable, compare, compare_losses, plot_study, run_study, slug
+from jaxgpt.training import fit
 from tests.helpers import tiny_experiment
 
 

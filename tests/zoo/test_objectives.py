@@ -9,9 +9,9 @@ import pytest
 
 from jaxgpt.batch import Batch
 from jaxgpt.config import GPTConfig
-from jaxgpt.fitting import fit
 from jaxgpt.layers.mlp import MLP
 from jaxgpt.loss import make_loss
+from jaxgpt.training import fit
 from tests.helpers import TINY, import_pages, make_model, tiny_experiment
 
 label_smoothing, z_loss = import_pages("zoo", "label_smoothing", "z_loss")

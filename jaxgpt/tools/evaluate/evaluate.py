@@ -23,7 +23,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.run import Run
-from jaxgpt.runs.training import reopen_dataset
+from jaxgpt.runs.resume import reopen_dataset
 from jaxgpt.sample.quantize import with_decode_matrices
 from jaxgpt.train import Params, eval_step
 

@@ -24,7 +24,7 @@ from jaxgpt.layers.norm import LayerNorm, RMSNorm
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import Run
-from jaxgpt.runs.training import reopen_dataset
+from jaxgpt.runs.resume import reopen_dataset
 from jaxgpt.sample.quantize import DECODE_MATRIX
 from jaxgpt.sample.state import check_ids
 from jaxgpt.tools.html_page import Arrays, render_html, round_numbers

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxgpt.fitting import fit
+from jaxgpt.training import fit
 from tests.helpers import replace_fields, tiny_experiment
 
 

@@ -16,11 +16,11 @@ from playwright.sync_api import expect
 from jaxgpt.config import GPTConfig
 from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, IdTokenizer, train_bpe
 from jaxgpt.errors import UserError
-from jaxgpt.fitting import fit
 from jaxgpt.interventions import edit, zero
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.tools.xray.live import hold, make_page
 from jaxgpt.tools.xray.xray import capture_activations
+from jaxgpt.training import fit
 from tests.browser import unnamed, unreadable
 from tests.helpers import apply, make_model, stack_layers, tiny_experiment
 

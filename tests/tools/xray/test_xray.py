@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jaxgpt.errors import UserError
-from jaxgpt.fitting import fit
 from jaxgpt.sample import Sampling
 from jaxgpt.sample.filters import SamplingRows
 from jaxgpt.tools.xray.xray import attention_shares, capture_activations, project_to_plane, read_embedding, xray
+from jaxgpt.training import fit
 from tests.browser import unnamed, unreadable
 from tests.helpers import make_model, tiny_experiment
 

@@ -1,0 +1,560 @@
+"""Train an experiment in a run directory, from the first check to the last checkpoint: `fit`.
+
+It is not called `fit`: a module of that name would hide the function `jaxgpt.fit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxgpt.batch import Batch
+from jaxgpt.config import DataConfig, Experiment, LoraConfig, TrainConfig
+from jaxgpt.config.validate import check_value
+from jaxgpt.data.dataset import resolve_vocab
+from jaxgpt.data.mixture import parts_of
+from jaxgpt.data.pipeline import PREFETCH, Dataset, Split, training_batches, validation_batches
+from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, RaisedOnAllProcesses, UserError, shell_line
+from jaxgpt.hf.source import keep_companions
+from jaxgpt.lora import freeze, merge_adapters, thaw, thawed_shapes
+from jaxgpt.parallel import multihost
+from jaxgpt.parallel.device import check_memory, device_kind, first_device
+from jaxgpt.parallel.jax_setup import configure_jax
+from jaxgpt.parallel.profile import StepProfiler, parse_steps
+from jaxgpt.parallel.signals import catch_signals
+from jaxgpt.parallel.strategy import ONE_DEVICE, StepFn
+from jaxgpt.parallel.trainer import IN_FLIGHT, Trainer, gather_params, make_trainer, mean_loss
+from jaxgpt.run import Run, load_run
+from jaxgpt.runs import checks
+from jaxgpt.runs.autopsy import debug_step
+from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.code import check_same_code, is_trusting, name_with_place, own_classes, with_classes_of
+from jaxgpt.runs.directory import (
+    RUNS,
+    RunMetadata,
+    clear_beginning,
+    extend_metadata,
+    has_steps,
+    is_resumable,
+    is_run,
+    lock_run,
+    read_metadata,
+    write_metadata,
+)
+from jaxgpt.runs.log import Line, RunLog
+from jaxgpt.runs.metrics import rewind_metrics
+from jaxgpt.runs.pretrained import Weights, resolve_init_from
+from jaxgpt.runs.resume import check_same_configuration, reopen_dataset, with_horizons
+from jaxgpt.train import Metrics, Params, TrainState, init_and_dropout_keys, why_skipped
+
+ROLLOUT = 2  # makes the key of rollouts from the key of initialisation. Adapters have 1
+
+
+def fit(
+    experiment: Experiment,
+    run_dir: str | Path | None = None,
+    *,
+    fresh: bool = False,
+    extend: bool | None = None,
+    trust_code: bool = False,
+    progress: bool = True,
+    setup: bool = True,
+    callbacks: Sequence[Callable[[Line], None]] = (),
+) -> Run:
+    """Train an experiment, or resume its run from the last good checkpoint. Return the run with its best parameters.
+
+    Args:
+        experiment: what to train, and how.
+        run_dir: the run directory. None means `runs/NAME`, by the name of the experiment.
+        fresh: move an old run aside and start over.
+        extend: whether a run may go on to more steps. None means yes, unless its learning rate would rise again.
+        trust_code: resume a run with its own copy of the code of its classes, whatever the experiment's is.
+        progress: show a live bar on a terminal, or lines elsewhere.
+        setup: call `configure_jax` first. False leaves the process as it is.
+        callbacks: functions that take each line of metrics.jsonl, and {"step": N, "saved": N} for a checkpoint, in
+            every process.
+
+    Raises:
+        UserError: for a mistake of the user, before anything is written.
+        Preempted: on Ctrl-C or SIGTERM, after a save.
+        Diverged: if the run no longer learns.
+        CheckpointSaveError: if a checkpoint or metrics.jsonl cannot be written.
+    """
+    check_value("experiment", experiment, Experiment)
+    if setup:
+        configure_jax()
+    directory = Path(run_dir) if run_dir is not None else RUNS / experiment.name
+    multihost.initialize(experiment.parallel)
+    first_device()  # here, so that JAX reports a missing device before anything else is done
+    with contextlib.ExitStack() as stack:
+        with multihost.raise_on_all():  # the user can repair what fails here, so nothing is written yet
+            recorded = read_metadata(directory, trust_code=trust_code) if is_resumable(directory, fresh) else None
+            if recorded is not None and (trust_code or is_trusting()):
+                experiment = with_classes_of(recorded.given, experiment)
+            training = open_training(experiment, directory, recorded, extend=extend)
+            profiled = parse_steps(training.experiment.train.profile)
+        multihost_utils.sync_global_devices("connected")  # now: a process that compiles would come too late for it
+        start = multihost.on_process_0(lambda: open_directory(stack, training, recorded, fresh=fresh))
+        experiment, trainer, checkpoints = training.experiment, training.trainer, training.checkpoints
+        config, is_first = experiment.train, multihost.is_process_0()
+
+        step_fn = training.start_compiling(start)
+        state = training.restore_or_init(start)
+        batches = stack.enter_context(contextlib.closing(training.batches(start)))
+        caught = stack.enter_context(catch_signals())  # until the last save is done
+        stack.push(training.close)
+        log = RunLog(directory, experiment, trainer, start, callbacks, show=progress and is_first)
+        stack.callback(log.close)
+        profiler = StepProfiler(trainer.lower, profiled, directory / "profile", log.say)
+        stack.callback(profiler.close)
+        watch = stack.enter_context(multihost.watch_progress())
+        for line in introduction(training, start):
+            log.say(line)
+
+        def is_interrupted() -> bool:
+            watch()
+            return caught(None) is not None
+
+        def validate(state: TrainState) -> float | None:
+            """Return the validation loss, or None if a signal interrupts."""
+            with log.clock.paused():
+                val_loss, log.val_losses = training.measure_val_loss(trainer.merged_params(state), is_interrupted)
+            return None if is_interrupted() else val_loss
+
+        losses = map(checkpoints.val_loss, checkpoints.steps())  # unlike metrics.jsonl, these have checksums
+        best = min((loss for loss in losses if loss is not None), default=math.inf)
+        is_measured = any(line["step"] == start and "val_loss" in line for line in log.lines)
+        if start and is_eval_step(start, config) and not is_measured:  # a signal had interrupted it
+            val_loss = training.log_validation(log, start, validate(state))
+            if val_loss is not None:
+                best = min(best, val_loss)
+                if is_first:
+                    checkpoints.set_val_loss(start, val_loss)
+        if progress and training.weights is not None and not start:
+            before = validate(state)
+            if before is not None:
+                log.say(f"validation loss of these weights, before the first step: {before:.4f}")
+        signal = caught(None)
+        if signal is not None:
+            raise Preempted(f"{signal}: step {start} of {config.steps} is saved. {training.how_to_continue}")
+
+        in_flight = InFlight()
+        is_due = False  # whether a checkpoint is to be saved
+        for step in range(start + 1, config.steps + 1):
+            watch()
+            began = time.monotonic()
+            batch, rolled_out = training.shard_batch(step, state, next(batches))
+            state, metrics = profiler.take(step, step_fn, state, batch, training.dropout_key)
+            in_flight.add(step, rolled_out | metrics)
+            if step == start + 1:  # which compiles, so the others wait for it
+                training.log_steps(log, in_flight.settle())
+                log.log_first_step(step, time.monotonic() - began)
+            training.log_steps(log, in_flight.settle(IN_FLIGHT))
+            checkpoints.raise_if_failed()
+
+            signal = caught(step)
+            val_loss = None
+            if signal is None and is_eval_step(step, config):
+                training.log_steps(log, in_flight.settle())
+                val_loss = training.log_validation(log, step, validate(state))
+                signal = caught(None)
+            if val_loss is not None and val_loss < best:
+                best, is_due = val_loss, True
+            if signal is not None or step % config.checkpoint_every == 0 or step == config.steps:
+                is_due = True
+            if is_due:
+                training.log_steps(log, in_flight.settle())
+                # After skipped steps the parameters may be bad, unless the validation loss is finite. They must not
+                # replace good ones: the next step taken is saved instead.
+                if not in_flight.skipped_in_a_row or val_loss is not None or signal is not None:
+                    watch()
+                    training.save(step, state, val_loss, log)
+                    is_due = False
+            if signal is not None:
+                log.say(f"{signal}: stopping as soon as the progress is saved; a second signal stops at once")
+                checkpoints.wait()
+                raise Preempted(f"{signal}: saved step {step} of {config.steps}. {training.how_to_continue}")
+        checkpoints.wait()
+    return load_run(read_metadata(directory, trust_code=trust_code))
+
+
+class InFlight:
+    """The steps whose metrics are still on the device, so that the host runs ahead of it by a few."""
+
+    def __init__(self) -> None:
+        """Begin without steps."""
+        self._steps: deque[tuple[int, Metrics]] = deque()
+        self.skipped_in_a_row = 0  # as the last settled step has it
+
+    def add(self, step: int, metrics: Metrics) -> None:
+        """Add a step that has been dispatched."""
+        self._steps.append((step, metrics))
+
+    def settle(self, most: int = 0) -> Iterator[tuple[int, Metrics]]:
+        """Yield the oldest steps and their metrics, as numbers, until at most `most` are in flight. It waits for them."""
+        while len(self._steps) > most:
+            step, arrays = self._steps.popleft()
+            metrics = {name: float(x) for name, x in arrays.items()}
+            self.skipped_in_a_row = int(metrics["in_a_row"])
+            yield step, metrics
+
+
+def is_eval_step(step: int, config: TrainConfig) -> bool:
+    """Return whether the validation loss is measured after a step."""
+    return step % config.eval_every == 0 or step == config.steps
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """A run in training, all of whose mistakes have been found: its experiment, data, compiled steps and checkpoints."""
+
+    directory: Path
+    given: Experiment  # as the user configured it
+    experiment: Experiment  # as it is trained: with the architecture of its weights, and the size of its vocabulary
+    dataset: Dataset
+    trainer: Trainer
+    weights: Callable[[], Weights] | None  # opens the weights of `train.init_from`, if there are any
+    checkpoints: Checkpoints
+
+    @functools.cached_property
+    def keys(self) -> tuple[jax.Array, jax.Array]:
+        """Return the keys of initialisation and of dropout."""
+        return jax.jit(lambda: init_and_dropout_keys(self.experiment.train.seed))()  # one program instead of four
+
+    @property
+    def dropout_key(self) -> jax.Array:
+        """Return the dropout key of the run."""
+        return self.keys[1]
+
+    @property
+    def how_to_continue(self) -> str:
+        """Return the command that resumes the run, in a sentence."""
+        return f"To continue: {shell_line('jaxgpt', 'train', '--run-dir', self.directory)}"
+
+    def start_compiling(self, start: int) -> StepFn:
+        """Compile the step in a thread, if one device takes it from step `start` on. Return a step that waits for it."""
+        trainer = self.trainer
+        if start == self.experiment.train.steps or trainer.strategy.name != ONE_DEVICE:
+            return trainer.train_step
+        pool = ThreadPoolExecutor(1)
+        # It is traced here: while grain is imported, etils makes the imports of all threads lazy, which jax cannot bear.
+        compiled = pool.submit(trainer.lower().compile)
+        pool.shutdown(wait=False)  # after this one task
+        return lambda state, batch, key: compiled.result()(state, batch, key)
+
+    def restore_or_init(self, step: int) -> TrainState:
+        """Return the state after `step` steps: a checkpoint, or the initial state for 0."""
+        strategy, like, read = self.trainer.strategy, self.trainer.abstract_state, None
+        if self.weights is not None and (like.frozen_params is not None or not step):
+            read = self.weights().read(like.params if like.frozen_params is None else thawed_shapes(like.frozen_params))
+        if not step:
+            return self.trainer.init_state(self.keys[0], None if read is None else strategy.from_checkpoint(read))
+        frozen = None if read is None else jax.jit(freeze, static_argnums=0)(self.experiment.lora, read)
+        state = dataclasses.replace(self.checkpoints.restore(step, like), frozen_params=frozen)
+        return strategy.from_checkpoint(state)
+
+    def batches(self, start: int) -> Generator[Batch]:
+        """Yield the batches of the steps after `start`, with the rows of this process, for `shard_batch`."""
+        return self._read(start, self.trainer.strategy.local_rows(self.experiment.train.batch_size))
+
+    def whole_batch(self, step: int, state: TrainState | None = None) -> Batch:
+        """Return the batch of one step, with the rows of all devices and processes.
+
+        state: the state before the step. A rollout completes the batch with its parameters. None means no rollout.
+        """
+        with contextlib.closing(self._read(step - 1, None, prefetch=1)) as batches:
+            batch = next(batches)
+        return batch if state is None else self._roll_out(step, state, batch)[0]
+
+    def shard_batch(self, step: int, state: TrainState, batch: Batch) -> tuple[Batch, Metrics]:
+        """Return a step's batch as the compiled step takes it, and the metrics of its rollout, if its data have one.
+
+        state: the state before the step. Raises `UserError` for a rollout without the shapes of `shape_batch`.
+        """
+        batch, metrics = self._roll_out(step, state, batch)
+        batch = self.trainer.strategy.shard_batch(batch)
+        if self.dataset.roll_out is not None:
+            checks.check_batch(batch, self.trainer.abstract_batch, self.dataset.roll_out, self.experiment.data)
+        return batch, metrics
+
+    def _roll_out(self, step: int, state: TrainState, batch: Batch) -> tuple[Batch, Metrics]:
+        if self.dataset.roll_out is None:
+            return batch, {}
+        params = gather_params(self.trainer, state, merge=functools.partial(_merge, self.experiment.lora))
+        key = jax.random.fold_in(jax.random.fold_in(self.keys[0], ROLLOUT), step)
+        return self.dataset.roll_out(self.trainer, params, batch, key)
+
+    def _read(self, start: int, rows: np.ndarray | None, prefetch: int = PREFETCH) -> Generator[Batch]:
+        data, method = self.experiment.data, self.dataset.train.training_rows
+        batches = training_batches(
+            self.dataset.train,
+            block_size=self.experiment.model.block_size,
+            batch_size=self.experiment.train.batch_size,
+            seed=self.experiment.train.seed,
+            start_step=start,
+            rows=rows,
+            prefetch=prefetch,
+        )
+        with checks.blame_own_classes(data, method), contextlib.closing(batches):
+            yield from batches
+
+    def take_steps(self, state: TrainState, start: int, stop: int) -> Iterator[tuple[int, TrainState, Metrics]]:
+        """Yield (step, state, metrics) after each step from `start` + 1 to `stop`. The next step donates the state."""
+        with contextlib.closing(self.batches(start)) as batches:
+            for step in range(start + 1, stop + 1):
+                batch, rolled_out = self.shard_batch(step, state, next(batches))
+                state, metrics = self.trainer.train_step(state, batch, self.dropout_key)
+                float(metrics["loss"])  # waits, so that one step is in flight
+                yield step, state, rolled_out | metrics
+
+    def measure_val_loss(
+        self, params: Params, is_interrupted: Callable[[], bool] = lambda: False
+    ) -> tuple[float, dict[str, float]]:
+        """Return (validation loss, loss of each source of a mixture). The first is averaged by the weights of the sources.
+
+        params: as `Trainer.merged_params` returns them. is_interrupted: asked after each batch, whether to stop there.
+        """
+        parts, most = parts_of(self.dataset.val), self.experiment.train.eval_tokens
+        each = None if most is None else max(most // len(parts), 1)
+        losses = {}
+        for name, (_, split) in parts.items():
+            windows = self._validation_windows(split, each, is_interrupted)
+            losses[name], _ = mean_loss(self.trainer.eval_step, params, windows)
+        return sum(parts[name][0] * x for name, x in losses.items()), {} if "" in losses else losses
+
+    @property
+    def validation_batch_size(self) -> int:
+        """Return the number of rows in a batch of the validation, over all devices."""
+        return self.trainer.strategy.data_parallel_size * self.trainer.split.micro_batch_size
+
+    def _validation_windows(
+        self, split: Split, max_tokens: int | None, is_interrupted: Callable[[], bool]
+    ) -> Iterator[Batch]:
+        """Yield the batches over which the loss of a split is measured, sharded over the devices."""
+        strategy, size = self.trainer.strategy, self.validation_batch_size
+        with checks.blame_own_classes(self.experiment.data, split.validation_rows):
+            windows = validation_batches(
+                split,
+                block_size=self.experiment.model.block_size,
+                batch_size=size,
+                max_tokens=max_tokens,
+                rows=strategy.local_rows(size),
+            )
+            for batch in windows:
+                yield strategy.shard_batch(batch)
+                if is_interrupted():
+                    return
+
+    def log_steps(self, log: RunLog, steps: Iterable[tuple[int, Metrics]]) -> None:
+        """Log steps that are done. Raise `Diverged` after `optim.max_skipped` skipped ones in a row."""
+        for step, metrics in steps:
+            log.log_step(step, metrics)
+            count = int(metrics["in_a_row"])
+            if count >= self.experiment.optim.max_skipped:
+                raise self.diverged(f"{count} steps in a row were skipped, up to step {step}: {why_skipped(metrics)}")
+
+    def log_validation(self, log: RunLog, step: int, val_loss: float | None) -> float | None:
+        """Log a validation loss, if it was measured. Return it if it is finite. Raise `Diverged` if the last is not."""
+        if val_loss is None:
+            return None
+        log.log_validation(step, val_loss)
+        if math.isfinite(val_loss):
+            return val_loss
+        if step == self.experiment.train.steps:
+            raise self.diverged(f"the last validation loss is {val_loss}")
+        return None
+
+    def diverged(self, why: str) -> Diverged:
+        """Return the error of a run that no longer learns."""
+        remedy = "Start over (--fresh) and lower --optim.learning-rate, or raise --optim.warmup-steps"
+        return Diverged(f"{why}. {remedy}. The last checkpoint is step {self.checkpoints.last() or 'none'}.")
+
+    def save(self, step: int, state: TrainState, val_loss: float | None, log: RunLog) -> None:
+        """Start to save a checkpoint. Raise `CheckpointSaveError` if the run directory is gone."""
+        if multihost.is_process_0() and not is_run(self.directory):
+            raise CheckpointSaveError(f"{self.directory} was deleted or moved, so step {step} is not saved")
+        trainer = self.trainer
+        with log.clock.paused():
+            to_checkpoint = trainer.strategy.to_checkpoint
+            others = None if trainer.eval_params is None else to_checkpoint(trainer.eval_params(state))
+            self.checkpoints.save(to_checkpoint(state), step, val_loss, eval_params=others)
+        log.tell({"step": step, "saved": step})
+
+    def close(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Wait for the last save, unless the error of this process leaves another one waiting for it."""
+        is_lost = isinstance(error, Exception) and not isinstance(error, RaisedOnAllProcesses)
+        if not (is_lost and multihost.is_multiprocess()):
+            self.checkpoints.close()
+
+
+def _merge(config: LoraConfig, params: Params, frozen_params: Params | None) -> Params:
+    if frozen_params is None:
+        return params
+    return jax.jit(merge_adapters, static_argnums=0)(config, params, jax.jit(thaw)(frozen_params))
+
+
+def open_training(
+    experiment: Experiment,
+    directory: Path,
+    recorded: RunMetadata | None,
+    *,
+    extend: bool | None = None,
+    remedy: str = "to train it on, name that text with --data.path, or another --run-dir, or start over with --fresh",
+) -> Training:
+    """Check all that the user decides, without writing anything, and return the training. Raises `UserError`.
+
+    recorded: the metadata of the run to resume, or to take steps of again. None means a new run. See `jaxgpt.fit` for
+    `extend`, and `reopen_dataset` for `remedy`.
+    """
+    if recorded is not None:
+        experiment = with_horizons(recorded, experiment, extend=extend)
+        check_same_code(experiment, directory, recorded.code)
+        check_same_configuration(recorded, experiment)
+    train = experiment.train
+    checkpoints = Checkpoints(directory / "checkpoints", keep_last=train.keep_last, keep_every=train.keep_every)
+    if recorded is not None:
+        checkpoints.check_depth(recorded.model)
+    resolved, weights = resolve_init_from(experiment, recorded)
+    with checks.blame_own_classes(resolved.data, resolved.data.open_dataset):
+        if recorded is None:
+            dataset = resolved.data.open_dataset(resolved.model)
+        else:
+            dataset = reopen_dataset(recorded, resolved.data, remedy=remedy)
+        needs = "its fingerprint needs tokenizer_sha256=fingerprint(tokenizer) of data.tokenizer"
+        if not isinstance(dataset, Dataset):
+            raise TypeError(f"it returns a {type(dataset).__name__}, and must return a Dataset of jaxgpt.data.pipeline")
+        if any(own_classes(resolved.data)) and "tokenizer_sha256" not in dataset.fingerprint:
+            raise UserError(f"{type(resolved.data).__name__}.open_dataset: {needs}")
+    if dataset.roll_out is not None and multihost.is_multiprocess():
+        raise UserError(f"{type(resolved.data).__name__} draws its rows from the model, in one process: start only one")
+    resolved = dataclasses.replace(resolved, model=resolve_vocab(resolved.model, dataset.tokenizer))
+    with checks.watch_own_modules(resolved):
+        trainer = make_trainer(resolved, recorded=None if recorded is None else recorded.given)
+        checks.check_step(resolved, trainer)
+    width = resolved.model.block_size * resolved.model.n_embd
+    activation = trainer.split.micro_batch_size * width * 2  # bytes of a single one
+    check_memory(trainer.abstract_state, activation, trainer.strategy.devices)
+    training = Training(
+        directory=directory,
+        given=experiment,
+        experiment=resolved,
+        dataset=dataset,
+        trainer=trainer,
+        weights=weights,
+        checkpoints=checkpoints,
+    )
+    if recorded is None:
+        if any(own_classes(resolved.data)):
+            checks.check_rows(resolved, dataset, training.validation_batch_size)
+        check_first_step(training)
+        if resolved.model.is_foreign:
+            checks.check_model(resolved, training.whole_batch(1))
+    return training
+
+
+def check_first_step(training: Training) -> None:
+    """Raise `UserError` if the first step or validation is not finite, with pieces of a user's own.
+
+    The step is the compiled one, and the state that it makes is dropped.
+    """
+    own = [cls for cls in own_classes(training.experiment) if not issubclass(cls, DataConfig)]
+    trainer = training.trainer
+    if not own or trainer.parameters[0] > checks.LARGEST_CHECKED:
+        return
+    with checks.blame_own_classes(training.experiment):
+        state = training.restore_or_init(0)
+        params = trainer.merged_params(state)
+        nats, _ = training.measure_val_loss(params, is_interrupted=lambda: True)  # after the first batch
+        ((_, state, metrics),) = training.take_steps(state, 0, 1)
+    to_blame, how = name_with_place(own[0]), None
+    if int(metrics["in_a_row"]):  # the step was skipped
+        how = f"at the first step the {why_skipped(metrics)}"
+        before = training.restore_or_init(0)
+        params, batch = gather_params(trainer, before), training.whole_batch(1, before)
+        if params is not None:
+            found = debug_step(trainer, params, batch, training.dropout_key, 1)
+            to_blame = found.culprit or to_blame
+            how = how if found.first is None else f"{how}, first in {found.first}"
+    elif not np.isfinite(nats):
+        how = f"the validation loss of the first batch is {nats}"
+    elif not all(jnp.isfinite(x).all() for x in jax.tree.leaves(state.params)):
+        to_blame, how = name_with_place(type(training.experiment.optim)), "its first update does"
+    if how is not None:
+        raise UserError(f"{to_blame} gives NaN or infinity: {how}")
+
+
+def open_directory(
+    stack: contextlib.ExitStack, training: Training, recorded: RunMetadata | None, *, fresh: bool
+) -> int:
+    """Begin a run directory, or rewind it to its newest good checkpoint. Return the step to go on after.
+
+    stack: keeps the directory locked. recorded: the metadata of the run to resume. None means a new run.
+    """
+    directory = training.directory
+    stack.enter_context(lock_run(directory, fresh))
+    if recorded is None:
+        if is_run(directory) and has_steps(directory):
+            raise UserError(f"another process has just started {directory}: to resume it, run this again")
+        clear_beginning(directory)
+        dataset, weights, model = training.dataset, None, training.experiment.model
+        if training.weights is not None:
+            weights = training.weights()
+            keep_companions(weights.directory, directory)
+        write_metadata(
+            directory,
+            training.given,
+            dataset.tokenizer,
+            data=dataset.fingerprint,
+            vocab_size=model.vocab_size,
+            tokenizer_config=dataset.tokenizer_config,
+            origin=None if weights is None else weights.describe(model),
+        )
+    step = training.checkpoints.rewind()
+    rewind_metrics(directory / "metrics.jsonl", step)
+    if recorded is not None:
+        extend_metadata(recorded, training.given, after=step)
+    return step
+
+
+def introduction(training: Training, start: int) -> Iterator[str]:
+    """Yield lines that describe a run: its model, hardware and data, and `start`, the step to resume from."""
+    experiment, trainer, dataset = training.experiment, training.trainer, training.dataset
+    strategy, split, train = trainer.strategy, trainer.split, experiment.train
+    n_params, in_adapters = trainer.parameters
+    adapters = f" and {in_adapters:,} in adapters, the only ones trained" if in_adapters else ""
+    hardware = f"{len(strategy.devices)} x {device_kind()}, {trainer.options.reason}"
+    yield f"{experiment.name}: {n_params:,} parameters{adapters}, {hardware}"
+    if training.weights is not None and not start:
+        whole, context = training.weights().config.block_size, experiment.model.block_size
+        yield f"starting from {train.init_from}, with a context of {context:,} tokens"
+        if context < whole:
+            yield f"the weights' context of {whole} tokens is cut to {context}: --model.block-size {whole} keeps it"
+    if (parts := strategy.data_parallel_size) * (micro := split.grad_accum_steps) > 1:
+        each = f"{micro} micro-batch{'es' * (micro > 1)} of {split.micro_batch_size}"
+        yield f"{strategy.name}: {train.batch_size} sequences per step are {parts} parts of {each}"
+    tokens = f"{len(dataset.train):,} training and {len(dataset.val):,} validation tokens"
+    per_step = f"{train.batch_size * experiment.model.block_size:,} tokens per step"
+    yield f"{tokens}, vocabulary {experiment.model.vocab_size}; {per_step}; run in {training.directory}"
+    for name, (weight, part) in parts_of(dataset.train).items():
+        if name:
+            epochs = weight * train.steps * train.batch_size * experiment.model.block_size / len(part)
+            yield f"{name}: {100 * weight:.4g}% of the sequences, {epochs:.3g} epochs of its {len(part):,} training tokens"
+    yield from dataset.notes
+    given, warmup = experiment.optim.warmup_steps, experiment.optim.warmup(train.steps)
+    if given is not None and warmup < given:
+        yield f"optim.warmup_steps={given} is more than the run has: the warm-up takes {warmup} steps instead"
+    if start:
+        yield f"continuing at step {start} of {train.steps}"
