@@ -63,7 +63,7 @@ class ExpertConfig(GPTConfig):
     n_expert: int = 3
 
     def make_mlp(self, layer, compute):
-        return Experts(n_expert=self.n_expert, hidden=self.explicit().mlp_dim)
+        return Experts(n_expert=self.n_expert, hidden=self.shape.mlp_dim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

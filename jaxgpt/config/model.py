@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Self
 
 from jaxgpt.config.validate import LARGEST_SIZE, Checked, Count, Fraction, Interval, PositiveFloat, Size, near_multiples
 from jaxgpt.errors import UserError
@@ -20,6 +20,17 @@ if TYPE_CHECKING:
     from jaxgpt.model import GPT
 
 
+class Shape(NamedTuple):
+    """The fields of a `GPTConfig` that follow from others where they are None."""
+
+    n_kv_head: int
+    head_dim: int
+    mlp_dim: int
+    qkv_bias: bool
+    out_bias: bool
+    query_scale: float
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTConfig(Checked):
     """The architecture, in the names of GPT-2. Other model families use the same layers with different settings.
@@ -28,7 +39,7 @@ class GPTConfig(Checked):
     with all the rest as it is. They import layers when they are called, so that configurations need no jax.
 
     >>> config = GPTConfig(vocab_size=65, n_layer=2, n_head=4, n_embd=128)
-    >>> config.explicit().head_dim, config.explicit().mlp_dim
+    >>> config.shape.head_dim, config.shape.mlp_dim
     (32, 512)
     """
 
@@ -95,7 +106,7 @@ class GPTConfig(Checked):
         if self.n_kv_head is not None and self.n_head % self.n_kv_head:
             take = f"take n_kv_head from {[k for k in range(1, self.n_head + 1) if self.n_head % k == 0]}"
             raise UserError(f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}: {take}")
-        head_dim = self.n_embd // self.n_head if self.head_dim is None else self.head_dim
+        head_dim = self.shape.head_dim
         turned = int(head_dim * self.rope_fraction)
         if self.position == "rope" and (turned % 2 or not turned):
             source = f"n_embd={self.n_embd} / n_head={self.n_head}" if self.head_dim is None else "head_dim"
@@ -135,13 +146,13 @@ class GPTConfig(Checked):
         """Return muP's base width / n_embd, or 1.0 without muP."""
         return 1.0 if self.mup_base_width is None else self.mup_base_width / self.n_embd
 
-    def explicit(self) -> GPTConfig:
-        """Return the architecture with each None that means a value of other fields replaced by that value."""
+    @functools.cached_property
+    def shape(self) -> Shape:
+        """The sizes that follow from other fields where their own are None."""
         head_dim = self.n_embd // self.n_head if self.head_dim is None else self.head_dim
         # With a gate 8/3, rounded up to a multiple of 8, which suits accelerators' tiles.
         mlp_dim = -(-8 * self.n_embd // 3 // 8) * 8 if self.gated else 4 * self.n_embd
-        return dataclasses.replace(
-            self,
+        return Shape(
             n_kv_head=self.n_head if self.n_kv_head is None else self.n_kv_head,
             head_dim=head_dim,
             mlp_dim=mlp_dim if self.mlp_dim is None else self.mlp_dim,
@@ -149,6 +160,10 @@ class GPTConfig(Checked):
             out_bias=self.bias if self.out_bias is None else self.out_bias,
             query_scale=float(head_dim if self.query_scale is None else self.query_scale),
         )
+
+    def explicit(self) -> Self:
+        """Return the architecture with its `shape` in its fields."""
+        return dataclasses.replace(self, **self.shape._asdict())
 
     def window(self, layer: int) -> int | None:
         """Return the number of tokens that each token attends to in a layer. None means all."""
@@ -196,24 +211,23 @@ class GPTConfig(Checked):
         """Return the attention of a block: `(x_BTD, positions_BT, *, segments_BT, train) -> x_BTD`."""
         from jaxgpt.layers import Attention, RMSNorm
 
-        c = self.explicit()
-        assert c.query_scale
+        shape = self.shape
         return Attention(
-            n_embd=c.n_embd,
-            n_head=c.n_head,
-            n_kv_head=c.n_kv_head,
-            head_dim=c.head_dim,
-            qkv_bias=bool(c.qkv_bias),
-            out_bias=bool(c.out_bias),
-            dropout=c.dropout,
-            qk_norm=c.qk_norm_over if c.qk_norm else None,
-            make_norm=functools.partial(RMSNorm, c.norm_eps, offset=c.norm_offset),
-            rope=c.make_rope(c.window(layer)),
-            scale=c.query_scale**-0.5,
-            window=c.window(layer),
-            softcap=c.attention_softcap,
-            kernel_init=c.make_kernel_init(),
-            residual_init=c.make_residual_init(),
+            n_embd=self.n_embd,
+            n_head=self.n_head,
+            n_kv_head=shape.n_kv_head,
+            head_dim=shape.head_dim,
+            qkv_bias=shape.qkv_bias,
+            out_bias=shape.out_bias,
+            dropout=self.dropout,
+            qk_norm=self.qk_norm_over if self.qk_norm else None,
+            make_norm=functools.partial(RMSNorm, self.norm_eps, offset=self.norm_offset),
+            rope=self.make_rope(self.window(layer)),
+            scale=shape.query_scale**-0.5,
+            window=self.window(layer),
+            softcap=self.attention_softcap,
+            kernel_init=self.make_kernel_init(),
+            residual_init=self.make_residual_init(),
             attention_fn=compute.attention_fn,
             dtype=compute.dtype,
         )
@@ -222,16 +236,14 @@ class GPTConfig(Checked):
         """Return the MLP of a block: `(x_BTD, *, train) -> x_BTD`."""
         from jaxgpt.layers.mlp import MLP
 
-        c = self.explicit()
-        assert c.mlp_dim
         return MLP(
-            hidden=c.mlp_dim,
-            activation=c.activation,
-            function=c.make_activation(),
-            use_bias=c.bias,
-            dropout=c.dropout,
-            kernel_init=c.make_kernel_init(),
-            residual_init=c.make_residual_init(),
+            hidden=self.shape.mlp_dim,
+            activation=self.activation,
+            function=self.make_activation(),
+            use_bias=self.bias,
+            dropout=self.dropout,
+            kernel_init=self.make_kernel_init(),
+            residual_init=self.make_residual_init(),
             dtype=compute.dtype,
         )
 
@@ -255,9 +267,7 @@ class GPTConfig(Checked):
 
         if self.position != "rope":
             return None
-        head_dim = self.explicit().head_dim
-        assert head_dim
-        size = int(head_dim * self.rope_fraction)
+        size = int(self.shape.head_dim * self.rope_fraction)
         if window is not None and self.rope_local_theta is not None:
             return Rope(size, self.rope_local_theta)
         scaled = (self.rope_factor, self.rope_low_freq_factor, self.rope_high_freq_factor, self.rope_original_context)

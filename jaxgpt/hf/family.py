@@ -439,12 +439,11 @@ def canonical_form(config: GPTConfig) -> dict[str, Any]:
     }
     form["windows"] = [c.window(i) for i in range(c.n_layer)]
     if c.position == "rope":
-        assert c.head_dim
         scaling = "none" if c.rope_scaling == "linear" and c.rope_factor == 1.0 else c.rope_scaling
         factors = () if scaling == "none" else (float(getattr(c, ours)) for ours in SCALINGS[scaling].values())
         usual = (float(c.rope_theta), scaling, *factors)
         local = usual if c.rope_local_theta is None else (float(c.rope_local_theta), "none")
-        form["rope_size"] = int(c.head_dim * c.rope_fraction)
+        form["rope_size"] = int(config.shape.head_dim * c.rope_fraction)
         form["rope"] = [usual if window is None else local for window in form["windows"]]
     if not c.qk_norm:
         del form["qk_norm_over"]

@@ -212,8 +212,7 @@ def read_params(
     _check_tied(tensors, family, config)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     params: dict[str, Any] = {}
-    head_dim, broken = config.explicit().head_dim, []
-    assert head_dim is not None
+    head_dim, broken = config.shape.head_dim, []
     for rule in family.expand_rules(config, shapes_of(config)):
         tensor = tensors[rule.theirs].read()
         if not np.isfinite(tensor).all():
@@ -255,8 +254,7 @@ def to_tensors(params: dict, family: Family, config: GPTConfig, dtype: DTypeLike
 
     dtype: the dtype of the tensors. None means the parameters' own.
     """
-    flat, head_dim = _flatten(params), config.explicit().head_dim
-    assert head_dim is not None
+    flat, head_dim = _flatten(params), config.shape.head_dim
     made: dict[str, Tensor] = {}
     for rule in family.expand_rules(config, flat):
         ours = [flat.pop(path) for path in rule.ours]
@@ -279,8 +277,8 @@ def to_peft(
     are side by side, and a b is zero outside the columns of its own matrix.
     """
     flat = {path: np.asarray(x, dtype) for path, x in _flatten(adapters).items()}
-    shapes, head_dim, tensors, ranks, is_conv = shapes_of(config), config.explicit().head_dim, {}, {}, False
-    assert head_dim is not None and lora.rank is not None
+    shapes, head_dim, tensors, ranks, is_conv = shapes_of(config), config.shape.head_dim, {}, {}, False
+    assert lora.rank is not None
     for rule in family.expand_rules(config, shapes):
         inside = [path.removesuffix("kernel") for path in rule.ours]
         if not (own := [path for path in inside if path + A in flat]):

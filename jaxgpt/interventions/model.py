@@ -95,12 +95,11 @@ def place_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """
     if config.is_foreign:
         return _traced_shapes(config)
-    c = config.explicit()
-    assert c.n_kv_head and c.head_dim and c.mlp_dim
+    c, sizes = config, config.shape
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(PLACES[1:], (c.n_embd,))
-    shapes |= {"pattern": (c.n_head, 1), "units": (c.mlp_dim,)}
-    shapes |= dict.fromkeys(("queries", "heads"), (c.n_head, c.head_dim))
-    shapes |= dict.fromkeys(("keys", "values"), (c.n_kv_head, c.head_dim))
+    shapes |= {"pattern": (c.n_head, 1), "units": (sizes.mlp_dim,)}
+    shapes |= dict.fromkeys(("queries", "heads"), (c.n_head, sizes.head_dim))
+    shapes |= dict.fromkeys(("keys", "values"), (sizes.n_kv_head, sizes.head_dim))
     return {EMBEDDING: (c.n_embd,)} | {f"h_{i}/{place}": shapes[place] for place in shapes for i in range(c.n_layer)}
 
 

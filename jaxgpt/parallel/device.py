@@ -257,6 +257,4 @@ def attention_flops(config: GPTConfig) -> float:
     In a layer with a sliding window, T is its size.
     """
     read = sum(min(config.window(layer) or config.block_size, config.block_size) for layer in range(config.n_layer))
-    head_dim = config.explicit().head_dim
-    assert head_dim
-    return 2.0 * config.n_head * head_dim * read
+    return 2.0 * config.n_head * config.shape.head_dim * read

@@ -272,19 +272,18 @@ def find_mixers(model: GPT) -> list[tuple[nn.Module | None, tuple[int, ...]]]:
 
 def make_cache(model: GPT, *, batch: int, columns: int, dtype: DTypeLike, block: int | None, cached: bool) -> KVCache:
     """Return an empty cache for a model without scanned layers. cached: see `can_cache`."""
-    c = model.config.explicit()
-    assert c.n_kv_head and c.head_dim
+    c, shape = model.config, model.config.shape
     if not cached:
         return ContextCache(layers=(jnp.zeros((batch, 1, columns), jnp.int32),), block=columns)
-    heads = {"n_layer": c.n_layer, "n_kv_head": c.n_kv_head, "head_dim": c.head_dim}
+    heads = {"n_layer": c.n_layer, "n_kv_head": shape.n_kv_head, "head_dim": shape.head_dim}
     if not c.is_foreign:
         return KVCache.empty(batch=batch, columns=columns, **heads, dtype=dtype, block=block)
     layers = []
-    for module, shape in find_mixers(model):
+    for module, written in find_mixers(model):
         if module is not None:
             layers.append(module.init_cache(batch, columns, model.dtype))  # type: ignore[not-callable]
             continue
-        heads = {"n_layer": 1, "n_kv_head": shape[2], "head_dim": shape[3]}
+        heads = {"n_layer": 1, "n_kv_head": written[2], "head_dim": written[3]}
         layers += KVCache.empty(batch=batch, columns=columns, **heads, dtype=dtype).layers
     return KVCache(layers=tuple(layers), block=columns if block is None else block)
 

@@ -138,8 +138,8 @@ def count_parameters(config: GPTConfig) -> int:
 
     By arithmetic: jax, which would trace the model, takes half a second to import.
     """
-    c = config.explicit()
-    assert c.vocab_size and c.mlp_dim and c.head_dim and c.n_kv_head
+    c, shape = config, config.shape
+    assert c.vocab_size
 
     def dense(inputs: int, outputs: int, bias: bool | None) -> int:
         return inputs * outputs + (outputs if bias else 0)
@@ -147,12 +147,12 @@ def count_parameters(config: GPTConfig) -> int:
     norm = c.n_embd * (2 if c.norm == "layernorm" and c.bias else 1)
     norms = 2 if c.norm_position == "sandwich" else 1  # norms of each branch
     last_norm = 0 if c.norm_position == "post" else norm
-    queries, keys = c.n_head * c.head_dim, c.n_kv_head * c.head_dim
-    attention = dense(c.n_embd, queries, c.qkv_bias) + 2 * dense(c.n_embd, keys, c.qkv_bias)
-    attention += dense(queries, c.n_embd, c.out_bias)
+    queries, keys = c.n_head * shape.head_dim, shape.n_kv_head * shape.head_dim
+    attention = dense(c.n_embd, queries, shape.qkv_bias) + 2 * dense(c.n_embd, keys, shape.qkv_bias)
+    attention += dense(queries, c.n_embd, shape.out_bias)
     if c.qk_norm:
-        attention += queries + keys if c.qk_norm_over == "heads" else 2 * c.head_dim
-    mlp = (2 if c.gated else 1) * dense(c.n_embd, c.mlp_dim, c.bias) + dense(c.mlp_dim, c.n_embd, c.bias)
+        attention += queries + keys if c.qk_norm_over == "heads" else 2 * shape.head_dim
+    mlp = (2 if c.gated else 1) * dense(c.n_embd, shape.mlp_dim, c.bias) + dense(shape.mlp_dim, c.n_embd, c.bias)
     block = attention + mlp + 2 * norms * norm
     count = c.vocab_size * c.n_embd * (1 if c.tie_embeddings else 2) + c.n_layer * block + last_norm
     return count + (c.block_size * c.n_embd if c.position == "learned" else 0)

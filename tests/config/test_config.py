@@ -104,10 +104,10 @@ def test_every_number_and_products_of_two_are_float32s(config, name):
 
 
 def test_derived_sizes():
-    c = GPTConfig(n_embd=96, n_head=6, n_kv_head=2).explicit()
+    c = GPTConfig(n_embd=96, n_head=6, n_kv_head=2).shape
     assert (c.head_dim, c.n_kv_head, c.mlp_dim) == (16, 2, 384)
-    assert GPTConfig(n_embd=96, n_head=6, activation="swiglu").explicit().mlp_dim == 256  # 8/3 of 96
-    assert GPTConfig(n_embd=96, n_head=6, mlp_dim=100).explicit().mlp_dim == 100
+    assert GPTConfig(n_embd=96, n_head=6, activation="swiglu").shape.mlp_dim == 256  # 8/3 of 96
+    assert GPTConfig(n_embd=96, n_head=6, mlp_dim=100).shape.mlp_dim == 100
 
 
 def values_of(hint):

@@ -301,8 +301,7 @@ def splash_flops(experiment: Experiment, trainer: Trainer, calls: int) -> float:
     forward = calls - config.n_layer * trainer.split.grad_accum_steps
     if forward <= 0:
         return 0.0
-    T, H = config.block_size, config.explicit().head_dim
-    assert H
+    T, H = config.block_size, config.shape.head_dim
     windows = [config.window(layer) for layer in range(config.n_layer)]
     read = sum(min(window or T, T) * T for window in windows)
     share = sum(computed_scores(T, H, window) for window in windows) / read

@@ -363,7 +363,7 @@ def describe_run(run: Run) -> list[tuple[str, str]]:
         ("parameters", f"{count_parameters(run.model.shapes()):,}"),
         ("layers, heads, width", f"{config.n_layer}, {config.n_head}, {config.n_embd}"),
         ("norm", f"{config.norm}, {config.norm_position}"),
-        ("MLP", f"{config.explicit().mlp_dim} units, {config.activation}"),
+        ("MLP", f"{config.shape.mlp_dim} units, {config.activation}"),
         ("positions", config.position),
     ]
 
