@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxgpt import Experiment, UserError, fit
 from jaxgpt.cli.experiment_file import load_experiment
-from jaxgpt.config import differences, from_dict, to_dict
+from jaxgpt.config.serialize import differences, from_dict, to_dict
 from jaxgpt.runs.code import find_class_in
 from jaxgpt.runs.directory import RunMetadata, read_metadata
 from jaxgpt.runs.metrics import finite_values, read_metrics

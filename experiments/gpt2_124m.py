@@ -13,7 +13,7 @@ import dataclasses
 
 import jaxgpt
 from jaxgpt import DataConfig, Experiment, OptimConfig, ParallelConfig, TrainConfig
-from jaxgpt.config.presets import gpt2
+from jaxgpt.presets import gpt2
 
 experiment = Experiment(
     name="gpt2-124m",

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.batch import Batch
-from jaxgpt.config.model import GPTConfig
-from jaxgpt.config.training import OptimConfig
 from jaxgpt.loss import make_loss
+from jaxgpt.model import GPTConfig
+from jaxgpt.optim import OptimConfig
 from jaxgpt.plain_generate import generate
 from jaxgpt.train import init_state, train_step
 

@@ -33,7 +33,7 @@ import numpy as np
 from jaxgpt import Experiment, UserError, fit
 from jaxgpt.cli.console import report_errors, say, show
 from jaxgpt.cli.experiment_file import load_experiment
-from jaxgpt.config import differences
+from jaxgpt.config.serialize import differences
 from jaxgpt.data.corpus import CORPORA
 from jaxgpt.errors import first_line
 from jaxgpt.files import read_bytes, read_json, render_json, sha256, write_whole

@@ -32,7 +32,7 @@ import tyro
 
 from jaxgpt import GPT, Experiment, UserError, configure_jax, fit
 from jaxgpt.cli.experiment_file import load_experiment
-from jaxgpt.config import differences, from_dict, to_dict
+from jaxgpt.config.serialize import differences, from_dict, to_dict
 from jaxgpt.data.dataset import prepare
 from jaxgpt.errors import Preempted
 from jaxgpt.files import json_sha256, read_json, render_json, write_whole

@@ -36,7 +36,8 @@ import jax
 import numpy as np
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import Experiment, GPTConfig, ParallelConfig, TrainConfig
+from jaxgpt.experiment import Experiment, ParallelConfig, TrainConfig
+from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.jax_setup import keep_freed_memory, return_freed_memory
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.tools.plan.hlo import read_program

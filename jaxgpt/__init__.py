@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxgpt.cli.train import run_experiment as run_experiment
-    from jaxgpt.config import DataConfig as DataConfig
-    from jaxgpt.config import Experiment as Experiment
-    from jaxgpt.config import GPTConfig as GPTConfig
-    from jaxgpt.config import LoraConfig as LoraConfig
-    from jaxgpt.config import ObjectiveConfig as ObjectiveConfig
-    from jaxgpt.config import OptimConfig as OptimConfig
-    from jaxgpt.config import ParallelConfig as ParallelConfig
-    from jaxgpt.config import TrainConfig as TrainConfig
+    from jaxgpt.data.dataset import DataConfig as DataConfig
     from jaxgpt.errors import UserError as UserError
+    from jaxgpt.experiment import Experiment as Experiment
+    from jaxgpt.experiment import ParallelConfig as ParallelConfig
+    from jaxgpt.experiment import TrainConfig as TrainConfig
+    from jaxgpt.lora import LoraConfig as LoraConfig
+    from jaxgpt.loss import ObjectiveConfig as ObjectiveConfig
     from jaxgpt.model import GPT as GPT
+    from jaxgpt.model import GPTConfig as GPTConfig
+    from jaxgpt.optim import OptimConfig as OptimConfig
     from jaxgpt.parallel.jax_setup import configure_jax as configure_jax
     from jaxgpt.run import Run as Run
     from jaxgpt.run import load as load
@@ -36,9 +36,13 @@ if TYPE_CHECKING:
 
 _NAMES = {  # by the module that they come from
     "cli.train": "run_experiment",
-    "config": "DataConfig Experiment GPTConfig LoraConfig ObjectiveConfig OptimConfig ParallelConfig TrainConfig",
+    "data.dataset": "DataConfig",
     "errors": "UserError",
-    "model": "GPT",
+    "experiment": "Experiment ParallelConfig TrainConfig",
+    "lora": "LoraConfig",
+    "loss": "ObjectiveConfig",
+    "model": "GPT GPTConfig",
+    "optim": "OptimConfig",
     "parallel.jax_setup": "configure_jax",
     "run": "Run load",
     "sample": "Decoding Sampling",

@@ -6,22 +6,45 @@ W. After training the adapters are merged into W. With `LoraConfig.frozen` each 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import traverse_util
 
-from jaxgpt.config import LoraConfig
+from jaxgpt.config.serialize import Checked
+from jaxgpt.config.validate import PositiveFloat, Size
 from jaxgpt.errors import UserError
 from jaxgpt.layers.linear import Dense, to_int8
 
 A, B = "lora_a", "lora_b"  # names of an adapter's matrices in the parameters
 INT8_SCALE = "kernel_scale"  # name of the scale [F] of an int8 kernel [D, F], which is not trained
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig(Checked):
+    """Low-rank adapters (arXiv:2106.09685). With a rank, only they are trained, on the weights of train.init_from.
+
+    >>> tuned = Experiment(name="tuned", lora=LoraConfig(rank=8), train=TrainConfig(init_from="gpt2"))
+    """
+
+    rank: Size | None = None  # rank of the adapters. None means no adapters, all parameters are trained
+    alpha: PositiveFloat = 16.0  # the output of an adapter is multiplied by alpha / rank
+    # the matrices of a block that have an adapter: q, k, v, c_fc, c_gate, c_proj (in attention and in the MLP)
+    targets: tuple[str, ...] = ("q", "v")
+    # dtype of the blocks' frozen matrices in training. int8 takes a quarter of float32's memory. The matrices are
+    # rounded once. Training, `sample` and merged exports all use the rounded ones (arXiv:2305.14314 uses 4 bits)
+    frozen: Literal["float32", "int8"] = "float32"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.targets:
+            raise UserError("lora.targets is empty: name matrices that shall have adapters, such as q v")
 
 
 def with_adapters(function: F) -> F:

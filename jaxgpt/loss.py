@@ -1,5 +1,8 @@
 """Next-token cross-entropy. `head_loss` has forms without the logits of all tokens in memory at once."""
 
+from __future__ import annotations
+
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -11,6 +14,7 @@ import optax
 from flax import linen as nn
 
 from jaxgpt.batch import Batch
+from jaxgpt.config.serialize import Checked
 from jaxgpt.train import LossFn, Metrics, Params
 
 SOWN = ("losses", "metrics")  #: collections of what modules sow in training
@@ -18,6 +22,21 @@ SOWN = ("losses", "metrics")  #: collections of what modules sow in training
 #: The loss of hidden states, such as `head_loss.chunked_next_token_loss`,
 #: `(model, head, x_BTD, targets_BT, mask_BT, *, smoothing) -> (summed nats, number of targets)`
 HeadLoss = Callable[..., tuple[jax.Array, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig(Checked):
+    """What training minimises: the cross-entropy of the next token. A subclass may minimise something else.
+
+    >>> Experiment(name="mine", objective=ObjectiveConfig()).objective.unit
+    'nats per token'
+    """
+
+    unit = "nats per token"  #: unit of the validation loss. A subclass that validates with something else names it
+
+    def make_loss(self, model: nn.Module, *, head_loss: HeadLoss | None = None, label_smoothing: float = 0.0) -> LossFn:
+        """Return the loss: (params, batch, key) -> (summed loss, number of targets, metrics). Arguments: `loss.make_loss`."""
+        return make_loss(model, head_loss=head_loss, label_smoothing=label_smoothing)
 
 
 def make_loss(model: nn.Module, *, head_loss: HeadLoss | None = None, label_smoothing: float = 0.0) -> LossFn:

@@ -1,18 +1,85 @@
 """The optimiser, as one optax.chain, and its schedule."""
 
+from __future__ import annotations
+
+import dataclasses
 from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxgpt.config.model import GPTConfig
-from jaxgpt.config.training import OptimConfig
+from jaxgpt.config.serialize import Checked
+from jaxgpt.config.validate import Count, Decay, Fraction, Interval, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from jaxgpt.errors import UserError
+from jaxgpt.model import GPTConfig
+from jaxgpt.train import Metrics, Params
 
 LabelParameter = Callable[[tuple[str, ...], tuple[int, ...]], str]  # see `GPTConfig.label_parameter`
 by_rank: LabelParameter = GPTConfig().label_parameter
 LABELS = ("matrix", "table", "vector")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimConfig(Checked):
+    """The optimiser and its schedule.
+
+    >>> optim = OptimConfig(name="muon", learning_rate=3e-3, schedule="wsd")
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"  # muon: Muon (Jordan 2024) trains the blocks' matrices, AdamW the rest
+    learning_rate: PositiveFloat = 1e-3  # peak learning rate of AdamW
+    muon_learning_rate: PositiveFloat = 0.02  # peak learning rate of Muon
+    # learning rate after warm-up. wsd stays at the peak, then falls linearly to the minimum (arXiv:2405.18392). inverse_sqrt has no minimum
+    schedule: Literal["cosine", "wsd", "inverse_sqrt", "constant"] = "cosine"
+    # steps in which the learning rate rises from 0. More than train.steps count as None. None means a tenth of train.steps, at most 100
+    warmup_steps: NonNegativeInt | None = None
+    # earlier values of train.steps of a run that was extended: the steps up to each follow the schedule that ends there
+    horizons: tuple[int, ...] = ()
+    decay_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.2  # share of the steps in which wsd decays
+    min_lr_ratio: Annotated[float, Interval(ge=0, le=1)] = 0.1  # final learning rate divided by its peak
+    beta1: Decay = 0.9  # decay rate of AdamW's first moment
+    beta2: Decay = 0.99  # decay rate of AdamW's second moment
+    eps: PositiveFloat = 1e-8  # number added to AdamW's denominator
+    weight_decay: NonNegativeFloat = 0.1  # decay of matrices only, multiplied by the learning rate
+    momentum: Decay = 0.95  # momentum of Muon
+    grad_clip: PositiveFloat | None = 1.0  # largest global norm of the gradients. None means no clipping
+    label_smoothing: Fraction = 0.0  # share of each target spread over all tokens, in training only (arXiv:1512.00567)
+    max_skipped: Count = 10  # steps skipped in a row, as not finite, after which the run ends
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("learning_rate", "muon_learning_rate")[: 1 + (self.name == "muon")]:
+            rate = getattr(self, name)
+            decayed = self.weight_decay * rate
+            if decayed > 1.0:  # a step would subtract more than the whole matrix and reverse its sign
+                raise UserError(f"weight_decay={self.weight_decay} times {name}={rate} is {decayed:g}: needs at most 1")
+
+    def make_optimizer(self, steps: int, *, model: GPTConfig) -> optax.GradientTransformation:
+        """Return the optimizer of a run of `steps` steps, which trains this model.
+
+        Its update may take `value_and_grad`, a function of parameters that returns the mean loss of the batch and its
+        gradient, as for a line search.
+        """
+        return make_optimizer(self, steps, width_ratio=model.width_ratio, label_parameter=model.label_parameter)
+
+    def make_schedule(self, steps: int) -> optax.Schedule:
+        """Return the learning rate as a function of the steps taken. It is logged unless the optimizer's state has one."""
+        return learning_rate(self, steps)
+
+    def metrics(self, grads: Params, updates: Params, opt_state: Any) -> Metrics:
+        """Return scalars of a step to log, by name, of its gradients, its updates and the optimizer's state after it."""
+        return {}
+
+    def eval_params(self, opt_state: Any, params: Params) -> Params:
+        """Return the parameters that are validated, saved as the model and sampled: a subclass may average, for example."""
+        return params
+
+    def warmup(self, steps: int) -> int:
+        """Return the number of warm-up steps in a run of `steps` steps."""
+        first = (*self.horizons, steps)[0]
+        return min(100, first // 10) if self.warmup_steps is None or self.warmup_steps > first else self.warmup_steps
 
 
 def relative_schedule(config: OptimConfig, steps: int) -> optax.Schedule:

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from jaxgpt.config import MAX_NEW_TOKENS, Experiment, Precision
 from jaxgpt.config.validate import check_count, short, to_python
 from jaxgpt.data.conversations import encode_messages, find_end_of_turn
 from jaxgpt.data.template import ChatTemplate, find_template
@@ -18,6 +17,7 @@ from jaxgpt.data.template import fingerprint as template_fingerprint
 from jaxgpt.data.tokenizer import Tokenizer, find_start_token
 from jaxgpt.data.tools import Message, Tool
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import Experiment
 from jaxgpt.hf.source import end_tokens
 from jaxgpt.layers.block import Compute
 from jaxgpt.model import GPT
@@ -28,7 +28,7 @@ from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
 from jaxgpt.runs.directory import RunMetadata, find_run, load_run_tokenizer, read_metadata
 from jaxgpt.runs.pretrained import restore_merged_params
-from jaxgpt.sample import Decoding, Sampling
+from jaxgpt.sample import MAX_NEW_TOKENS, Decoding, Precision, Sampling
 from jaxgpt.sample.engine import iter_text, join_texts, stream
 from jaxgpt.sample.grammar import compile_grammar
 from jaxgpt.sample.quantize import for_decoding

@@ -22,14 +22,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import DataConfig, Experiment, LoraConfig, TrainConfig
 from jaxgpt.config.validate import check_value
-from jaxgpt.data.dataset import resolve_vocab
+from jaxgpt.data.dataset import DataConfig, resolve_vocab
 from jaxgpt.data.mixture import parts_of
 from jaxgpt.data.pipeline import PREFETCH, Dataset, Split, training_batches, validation_batches
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, RaisedOnAllProcesses, UserError, shell_line
+from jaxgpt.experiment import Experiment, TrainConfig
 from jaxgpt.hf.source import keep_companions
-from jaxgpt.lora import freeze, merge_adapters, thaw, thawed_shapes
+from jaxgpt.lora import LoraConfig, freeze, merge_adapters, thaw, thawed_shapes
 from jaxgpt.parallel import multihost
 from jaxgpt.parallel.device import check_memory, device_kind, first_device
 from jaxgpt.parallel.jax_setup import configure_jax

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxgpt.config import GPTConfig
 from jaxgpt.hf.families import GPT2
 from jaxgpt.hf.family import their_shape
 from jaxgpt.hf.weights import hold, shapes_of, write
+from jaxgpt.model import GPTConfig
 
 CONFIG = {"model_type": "gpt2", "vocab_size": 60, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.config import GPTConfig
 from jaxgpt.layers.block import Compute
+from jaxgpt.model import GPTConfig
 from tests.helpers import import_pages
 
 # A compiled result may be this many times as far from float64 as the one without jit is, or as far as this part of the

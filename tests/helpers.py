@@ -16,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.config import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
+from jaxgpt.data.dataset import DataConfig
 from jaxgpt.data.pipeline import Dataset, Tokens
 from jaxgpt.data.tokenizer import BPETokenizer, load_tokenizer
+from jaxgpt.experiment import Experiment, TrainConfig
 from jaxgpt.layers.block import Compute
-from jaxgpt.model import GPT
+from jaxgpt.model import GPT, GPTConfig
+from jaxgpt.optim import OptimConfig
 from jaxgpt.run import Run
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import read_metadata, write_metadata

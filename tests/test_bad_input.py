@@ -15,7 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxgpt.config import GPTConfig, OptimConfig, TrainConfig
+from jaxgpt.experiment import TrainConfig
+from jaxgpt.model import GPTConfig
+from jaxgpt.optim import OptimConfig
 from tests.bad_inputs import AT_IMPORT, TRAIN, table
 from tests.bad_place import prepare_place
 from tests.conftest import TEXT

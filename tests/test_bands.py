@@ -9,8 +9,9 @@ import pytest
 from scipy import stats
 
 from jaxgpt.cli.experiment_file import load_experiment
-from jaxgpt.config import Experiment, from_dict
+from jaxgpt.config.serialize import from_dict
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import Experiment
 from jaxgpt.runs.directory import read_metadata
 from tests.helpers import script, tiny_experiment
 from tests.test_experiments import list_experiments

@@ -19,7 +19,8 @@ for name in [name for name in sys.modules if name.split(".")[0] in {packages}]:
 import functools
 import jax, jax.numpy as jnp
 from jaxgpt.batch import Batch
-from jaxgpt.config import GPTConfig, OptimConfig
+from jaxgpt.model import GPTConfig
+from jaxgpt.optim import OptimConfig
 from jaxgpt.loss import make_loss
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxgpt.cli.experiment_file import load_experiment, load_variants
-from jaxgpt.config import Experiment
+from jaxgpt.experiment import Experiment
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.tools.study import check_comparable
 from jaxgpt.training import fit
@@ -114,7 +114,7 @@ def test_a_page_of_a_notebook(path):
     assert any(isinstance(n, ast.Assign) and n.targets[0].id == "experiment" for n in tree.body)
     imported = {alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
     imported |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert imported <= {"jaxgpt", "jaxgpt.config.presets", "dataclasses"}
+    assert imported <= {"jaxgpt", "jaxgpt.presets", "dataclasses"}
     assert not [n for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)]
 
 

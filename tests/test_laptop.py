@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxgpt.config import GPTConfig
+from jaxgpt.model import GPTConfig
 from tests.conftest import REPOSITORY
 from tests.helpers import script
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import Experiment, GPTConfig, LoraConfig, TrainConfig
-from jaxgpt.lora import freeze, init_adapters, join_adapters, merge_adapters, with_adapters
+from jaxgpt.experiment import Experiment, TrainConfig
+from jaxgpt.lora import LoraConfig, freeze, init_adapters, join_adapters, merge_adapters, with_adapters
 from jaxgpt.loss import make_loss
+from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.trainer import make_trainer
 from tests.helpers import TINY, make_model, stack_layers, tokens_BT
 

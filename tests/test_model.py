@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.config import GPTConfig, ParallelConfig
-from jaxgpt.config.presets import gpt2
 from jaxgpt.errors import UserError
-from jaxgpt.model import GPT
+from jaxgpt.experiment import ParallelConfig
+from jaxgpt.model import GPT, GPTConfig
 from jaxgpt.parallel.device import KERNELS, count_parameters, train_flops_per_token
 from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.presets import gpt2
 from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model, stack_layers, tokens_BT
 
 ARCHITECTURES = {

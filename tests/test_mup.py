@@ -10,10 +10,10 @@ import optax
 import pytest
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import Experiment, GPTConfig, OptimConfig, TrainConfig
+from jaxgpt.experiment import Experiment, TrainConfig
 from jaxgpt.loss import make_loss, next_token_loss
-from jaxgpt.model import GPT
-from jaxgpt.optim import learning_rate, make_optimizer
+from jaxgpt.model import GPT, GPTConfig
+from jaxgpt.optim import OptimConfig, learning_rate, make_optimizer
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.train import init_state, train_step
 from tests.helpers import TINY, make_model, tokens_BT

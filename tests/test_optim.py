@@ -6,9 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxgpt.config import OptimConfig
 from jaxgpt.model import GPT
-from jaxgpt.optim import label_parameters, learning_rate, make_optimizer
+from jaxgpt.optim import OptimConfig, label_parameters, learning_rate, make_optimizer
 from tests.helpers import TINY, make_model, stack_layers
 
 

@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from jaxgpt.config.presets import quickstart
+from jaxgpt.presets import quickstart
 from tests.conftest import REPOSITORY
 from tests.helpers import check_command
 

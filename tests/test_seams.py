@@ -14,14 +14,16 @@ from flax import linen as nn
 import jaxgpt
 from jaxgpt import plain_generate
 from jaxgpt.batch import Batch
-from jaxgpt.config import Experiment, GPTConfig, LoraConfig, OptimConfig, TrainConfig
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import Experiment, TrainConfig
 from jaxgpt.head_loss import chunked_next_token_loss
 from jaxgpt.interventions.model import place_shapes
 from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.kernels.plain import plain_attention
+from jaxgpt.lora import LoraConfig
 from jaxgpt.loss import make_loss
-from jaxgpt.optim import make_optimizer
+from jaxgpt.model import GPTConfig
+from jaxgpt.optim import OptimConfig, make_optimizer
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.sample.cache import can_cache, find_mixers
 from jaxgpt.train import init_state

@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import jaxgpt
-from jaxgpt.config import differences
+from jaxgpt.config.serialize import differences
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints

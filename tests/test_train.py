@@ -11,11 +11,10 @@ import optax
 import pytest
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import OptimConfig
 from jaxgpt.errors import UserError
 from jaxgpt.loss import make_loss
 from jaxgpt.model import GPT
-from jaxgpt.optim import learning_rate, make_optimizer
+from jaxgpt.optim import OptimConfig, learning_rate, make_optimizer
 from jaxgpt.parallel.strategy import make_single
 from jaxgpt.parallel.trainer import layer_norms
 from jaxgpt.train import (

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.config import Experiment, GPTConfig, OptimConfig
 from jaxgpt.data.pipeline import training_batches, validation_batches
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.optim import label_parameters, learning_rate
+from jaxgpt.experiment import Experiment
+from jaxgpt.model import GPTConfig
+from jaxgpt.optim import OptimConfig, label_parameters, learning_rate
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import load
 from jaxgpt.sample.cache import KVCache

@@ -17,9 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgpt.config import Experiment, from_dict
+from jaxgpt.config.serialize import from_dict
 from jaxgpt.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import Experiment
 from jaxgpt.files import open_file, parse_json, read_bytes, read_json, render_json
 from jaxgpt.hf.source import find_directory
 from jaxgpt.runs import pretrained

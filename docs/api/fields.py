@@ -101,8 +101,8 @@ def list_fields(cls):
 
 def list_number_types():
     """Return the lines of a table of the types of numbers, as configurations bound them, in Markdown."""
-    from jaxgpt.config import training, validate
+    from jaxgpt.config import validate
 
-    found = {name: hint for module in (validate, training) for name, hint in vars(module).items()}
-    rows = [f"| `{name}` | {describe_type(hint)} |" for name, hint in found.items() if get_origin(hint) is Annotated]
+    found = vars(validate).items()
+    rows = [f"| `{name}` | {describe_type(hint)} |" for name, hint in found if get_origin(hint) is Annotated]
     return ["| type | numbers |", "|---|---|", *rows]

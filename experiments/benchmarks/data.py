@@ -28,8 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxgpt.config import DataConfig
-from jaxgpt.data.dataset import prepare
+from jaxgpt.data.dataset import DataConfig, prepare
 from jaxgpt.data.pipeline import Tokens, training_batches
 from jaxgpt.data.tokenizer import train_bpe
 
@@ -37,7 +36,7 @@ PEER_CHARACTERS = 8_000_000  # the part of the text that peers encode: lists of 
 SHAPES = {"12 x 64": (12, 64, 2000), "32 x 1024": (32, 1024, 200)}
 LOAD = """
 import sys, threading, time
-from jaxgpt.config import DataConfig
+from jaxgpt.data.dataset import DataConfig
 from jaxgpt.data.dataset import prepare
 def anonymous():
     with open("/proc/self/status") as f:

@@ -49,10 +49,10 @@ def make(directory: Path, size: str) -> int:
     import ml_dtypes
     import numpy as np
 
-    from jaxgpt.config.presets import gpt2
     from jaxgpt.hf.families import GPT2
     from jaxgpt.hf.family import their_shape
     from jaxgpt.hf.weights import SPELLED, Tensor, shapes_of, write
+    from jaxgpt.presets import gpt2
 
     config, kind = gpt2(size), np.dtype(ml_dtypes.bfloat16)
     shapes, rng = shapes_of(config), np.random.default_rng(0)

@@ -31,8 +31,8 @@ from transformer_lens import TransformerBridge
 from transformer_lens.patching import get_act_patch_attn_head_out_by_pos
 
 import jaxgpt
-from jaxgpt.config.presets import quickstart
 from jaxgpt.interventions import patch, run
+from jaxgpt.presets import quickstart
 from jaxgpt.tools.convert import export_hf, import_model
 
 PROMPTS = "Return a list of", "Return a dict of"  # of the quickstart

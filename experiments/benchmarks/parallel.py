@@ -21,9 +21,10 @@ import jax
 import numpy as np
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import Experiment, GPTConfig, ParallelConfig, TrainConfig
-from jaxgpt.config.presets import gpt2
+from jaxgpt.experiment import Experiment, ParallelConfig, TrainConfig
+from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.trainer import Trainer, make_trainer
+from jaxgpt.presets import gpt2
 from jaxgpt.tools.plan.plan import make_plan
 
 GPT2 = dataclasses.replace(gpt2(), vocab_size=50_304, dropout=0.0, bias=False)

@@ -11,7 +11,7 @@ import sys
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0", "XLA_CLIENT_MEM_FRACTION": "0.9"}
 
 from jaxgpt import DataConfig, Experiment, GPTConfig, ParallelConfig, TrainConfig
-from jaxgpt.config.presets import gpt2
+from jaxgpt.presets import gpt2
 from jaxgpt.tools.plan.plan import format_plan, make_plan
 
 

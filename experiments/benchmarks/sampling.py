@@ -51,7 +51,7 @@ def jaxgpt_generate(weights: str):
     import numpy as np
 
     import jaxgpt
-    from jaxgpt.config.presets import gpt2
+    from jaxgpt.presets import gpt2
 
     jaxgpt.configure_jax()
     model = jaxgpt.GPT(gpt2())

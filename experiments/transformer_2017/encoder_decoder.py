@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import Count
 from jaxgpt.errors import UserError
 from jaxgpt.layers.attention import Attention
@@ -23,7 +22,7 @@ from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.layers.norm import RMSNorm
 from jaxgpt.layers.position import positions_from_segments
 from jaxgpt.layers.remat import remat
-from jaxgpt.model import GPT
+from jaxgpt.model import GPT, GPTConfig
 from jaxgpt.sample.cache import KVCache, LayerCache
 
 

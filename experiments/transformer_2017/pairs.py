@@ -17,13 +17,14 @@ import jax
 import numpy as np
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import DataConfig, GPTConfig
 from jaxgpt.config.validate import short
 from jaxgpt.data.conversations import Conversations
+from jaxgpt.data.dataset import DataConfig
 from jaxgpt.data.pipeline import Dataset
 from jaxgpt.data.tokenizer import CharTokenizer, Tokenizer, fingerprint, open_tokenizer, train_bpe
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_lines
+from jaxgpt.model import GPTConfig
 
 # A pair is encoded as a line of its file: the tab begins the target, the end of the line ends it.
 TARGET_START, TARGET_END = "\t", "\n"

@@ -33,8 +33,8 @@ import optax
 
 import jaxgpt
 from jaxgpt import GPTConfig, OptimConfig
-from jaxgpt.config.training import Decay
 from jaxgpt.config.validate import Interval
+from jaxgpt.optim import Decay
 from jaxgpt.train import Params
 
 

@@ -32,8 +32,8 @@ import optax
 
 import jaxgpt
 from jaxgpt import GPTConfig, OptimConfig, UserError
-from jaxgpt.config.training import Decay
 from jaxgpt.config.validate import PositiveFloat
+from jaxgpt.optim import Decay
 
 
 class NeuronState(NamedTuple):

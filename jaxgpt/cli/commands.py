@@ -9,14 +9,17 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import jax
+
 from jaxgpt.cli.console import say
 from jaxgpt.cli.experiment_file import load_variants
-from jaxgpt.config import Experiment, Precision
 from jaxgpt.config.validate import LARGEST_SIZE, Count, Interval, NonNegativeInt, PositiveFloat
 from jaxgpt.errors import UserError, shell_line
+from jaxgpt.experiment import Experiment
 from jaxgpt.files import Result, new_file, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.runs.directory import RUNS, find_run
+from jaxgpt.sample import Precision
 
 if TYPE_CHECKING:
     from jaxgpt.run import Run
@@ -168,8 +171,8 @@ def plan(
         price: USD per device-hour. None means no price
     """
     if topology is not None:
-        os.environ["JAX_PLATFORMS"] = "cpu"  # a plugin compiles, and needs no device of this machine
-        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # JAX cannot read back programs of absent devices
+        jax.config.update("jax_platforms", "cpu")  # a plugin compiles, and needs no device of this machine
+        jax.config.update("jax_enable_compilation_cache", False)  # JAX cannot read back programs of absent devices
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of what does not fit, and so does the plan
     configure_jax()
     from jaxgpt.runs.pretrained import resolve_init_from

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.config import Experiment
-from jaxgpt.config.presets import EXPERIMENTS, find_preset
 from jaxgpt.config.serialize import suggest
 from jaxgpt.config.validate import short
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import Experiment
 from jaxgpt.files import is_there
+from jaxgpt.presets import EXPERIMENTS, find_preset
 from jaxgpt.runs.code import run_file
 
 

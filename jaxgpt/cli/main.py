@@ -1,7 +1,7 @@
 """The command line: `jaxgpt COMMAND ...`, equal to `python -m jaxgpt COMMAND ...`.
 
-A command is a function: its signature is its options, its docstring their help. Importing this module imports no jax, so
-that help and errors are printed at once.
+A command is a function: its signature is its options, its docstring their help. It is imported when it is named, so that
+`jaxgpt --help` imports no jax and is printed at once.
 """
 
 from __future__ import annotations
@@ -13,55 +13,56 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jaxgpt.cli import commands
 from jaxgpt.cli.console import report_errors, take_traceback
-from jaxgpt.cli.experiment_file import load_file
-from jaxgpt.cli.options import parse
-from jaxgpt.cli.sample import sample
-from jaxgpt.cli.serve import serve
-from jaxgpt.cli.train import resumed_run, train
-from jaxgpt.config.presets import EXPERIMENTS, finetune, quickstart
 from jaxgpt.config.serialize import suggest
 from jaxgpt.errors import UserError
-from jaxgpt.parallel.jax_setup import configure_jax
-from jaxgpt.runs.code import trust_code
+from jaxgpt.parallel.jax_setup import configure_jax, import_jax
 
 
 class Command(NamedTuple):
     """A command of the command line."""
 
-    run: Callable[..., Any] | str  # or the name of a function of `jaxgpt.tools`, see TOOLS
+    function: str  # MODULE:NAME below jaxgpt, imported when the command is named
     operand: str
-    example: str  # a line for its help
+    purpose: str  # the first line of its help
 
 
-# First lines of the help of tools that are imported when they are called.
-TOOLS = {
-    "prepare": "Turn text into token shards for training.",
-    "runs": "List all runs below a directory.",
-    "report": "Summarise a run as an HTML page and JSON.",
-    "sweep": "Search for the best learning rate, or other values.",
-    "replay": "Repeat one training step of a run, writing nothing.",
-    "audit": "Check a run's numbers by taking random steps again.",
-}
 # In the order in which a newcomer needs them.
 COMMANDS = {
-    "train": Command(train, "[EXPERIMENT]", "jaxgpt train --data.path mytext.txt --run-dir runs/mine"),
-    "prepare": Command("prepare.prepare", "SOURCE...", "jaxgpt prepare a.parquet --out tokens --tokenizer bpe:32768"),
-    "sample": Command(sample, "[RUN]", 'jaxgpt sample runs/mine --prompt "The " --temperature 0.7'),
-    "serve": Command(serve, "[RUN]", "jaxgpt serve runs/mine --port 8000"),
-    "evaluate": Command(commands.evaluate, "[RUN]", "jaxgpt evaluate runs/mine --data other.txt"),
-    "report": Command("report.report", "[RUN]", "jaxgpt report runs/mine"),
-    "xray": Command(commands.xray, "[RUN]", 'jaxgpt xray --prompt "The value of the" --out xray.html'),
-    "page": Command(commands.page, "[RUN]", "jaxgpt page --out page.html"),
-    "runs": Command("overview.runs", "[DIRECTORY]", "jaxgpt runs --sort loss"),
-    "plan": Command(commands.plan, "[EXPERIMENT]", "jaxgpt plan quickstart --train.batch-size 64"),
-    "sweep": Command("sweep.sweep", "[EXPERIMENT]", "jaxgpt sweep quickstart --over optim.learning-rate=1e-4..1e-1"),
-    "study": Command(commands.study, "EXPERIMENT", "jaxgpt study experiments/study_activation.py --seeds 3"),
-    "import": Command(commands.import_model, "MODEL", "jaxgpt import openai-community/gpt2 --run-dir runs/gpt2"),
-    "export": Command(commands.export_model, "[RUN]", "jaxgpt export runs/mine --to gguf --out mine.gguf"),
-    "replay": Command("replay.replay", "[RUN]", "jaxgpt replay runs/mine --step 300"),
-    "audit": Command("replay.audit", "[RUN]", "jaxgpt audit runs/mine --steps 100"),
+    "train": Command("cli.train:train", "[EXPERIMENT]", "Train an experiment, or resume a run."),
+    "prepare": Command("tools.prepare:prepare", "SOURCE...", "Turn text into token shards for training."),
+    "sample": Command("cli.sample:sample", "[RUN]", "Generate text from a trained run."),
+    "serve": Command("cli.serve:serve", "[RUN]", "Serve a run: OpenAI's interface, and a page."),
+    "evaluate": Command("cli.commands:evaluate", "[RUN]", "Measure loss and perplexity of a run on held-out text."),
+    "report": Command("tools.report:report", "[RUN]", "Summarise a run as an HTML page and JSON."),
+    "xray": Command("cli.commands:xray", "[RUN]", "Show what a model does with a text, as an HTML page."),
+    "page": Command("cli.commands:page", "[RUN]", "Write a model as an HTML page that runs it."),
+    "runs": Command("tools.overview:runs", "[DIRECTORY]", "List all runs below a directory."),
+    "plan": Command("cli.commands:plan", "[EXPERIMENT]", "Compile a training step and estimate its memory and speed."),
+    "sweep": Command("tools.sweep:sweep", "[EXPERIMENT]", "Search for the best learning rate, or other values."),
+    "study": Command("cli.commands:study", "EXPERIMENT", "Train variants with several seeds and report which differ."),
+    "import": Command("cli.commands:import_model", "MODEL", "Make a run of a model of the Hub, or of our GGUF."),
+    "export": Command("cli.commands:export_model", "[RUN]", "Write a run as GGUF or in Hugging Face's format."),
+    "replay": Command("tools.replay:replay", "[RUN]", "Repeat one training step of a run, writing nothing."),
+    "audit": Command("tools.replay:audit", "[RUN]", "Check a run's numbers by taking random steps again."),
+}
+EXAMPLES = {
+    "train": "--data.path mytext.txt --run-dir runs/mine",
+    "prepare": "a.parquet --out tokens --tokenizer bpe:32768",
+    "sample": 'runs/mine --prompt "The " --temperature 0.7',
+    "serve": "runs/mine --port 8000",
+    "evaluate": "runs/mine --data other.txt",
+    "report": "runs/mine",
+    "xray": '--prompt "The value of the" --out xray.html',
+    "page": "--out page.html",
+    "runs": "--sort loss",
+    "plan": "quickstart --train.batch-size 64",
+    "sweep": "quickstart --over optim.learning-rate=1e-4..1e-1",
+    "study": "experiments/study_activation.py --seeds 3",
+    "import": "openai-community/gpt2 --run-dir runs/gpt2",
+    "export": "runs/mine --to gguf --out mine.gguf",
+    "replay": "runs/mine --step 300",
+    "audit": "runs/mine --steps 100",
 }
 TRUST = "--trust-code"  # an option of all commands that read a run
 
@@ -84,35 +85,48 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
     """Return the command of that name with its options bound."""
     if name not in COMMANDS:
         raise UserError(f"unknown command {name!r}{suggest(name, COMMANDS)}: see jaxgpt --help")
+    import_jax()
+    from jaxgpt.cli.options import parse
+    from jaxgpt.runs.code import trust_code
+
     command, arguments = COMMANDS[name], list(options)
     if TRUST in arguments:
         arguments.remove(TRUST)
         trust_code()
-    run, defaults, operand, callbacks = command.run, {}, "", []
+    defaults, operand, callbacks = {}, "", []
     if command.operand == "[EXPERIMENT]":
         operand = command.operand
-        if arguments and not arguments[0].startswith("-"):
-            defaults["experiment"], callbacks = load_file(arguments.pop(0))
-        else:
-            metadata = resumed_run(arguments) if name == "train" else None
-            is_chat = name == "train" and any(word.endswith(".jsonl") for word in arguments)
-            has_weights = any(re.match("--train.init[-_]from", word) for word in arguments)
-            preset = finetune() if has_weights else quickstart(chat=is_chat)
-            defaults["experiment"] = preset if metadata is None else metadata.given
-    if isinstance(run, str):
-        if name not in ("runs", "prepare"):  # which start no jax
-            configure_jax()
-        module, _, function = run.partition(".")
-        run = getattr(importlib.import_module(f"jaxgpt.tools.{module}"), function)
-    run = functools.partial(train, callbacks=callbacks) if name == "train" else run
-    return parse(run, arguments, f"jaxgpt {name}", operand=operand, example=command.example, **defaults)
+        defaults["experiment"], callbacks = choose_experiment(name, arguments)
+    module, _, function = command.function.partition(":")
+    if module.startswith("tools") and name not in ("runs", "prepare"):  # which start no backend
+        configure_jax()
+    run = getattr(importlib.import_module(f"jaxgpt.{module}"), function)
+    if name == "train":
+        run = functools.partial(run, callbacks=callbacks)
+    prog = f"jaxgpt {name}"
+    return parse(run, arguments, prog, operand=operand, example=f"{prog} {EXAMPLES[name]}", **defaults)
+
+
+def choose_experiment(name: str, arguments: list[str]) -> tuple[Any, list[Callable[..., Any]]]:
+    """Return the experiment that a command's options are fields of, and its callbacks. Its name leaves the arguments."""
+    from jaxgpt.cli.experiment_file import load_file
+    from jaxgpt.cli.train import resumed_run
+    from jaxgpt.presets import finetune, quickstart
+
+    if arguments and not arguments[0].startswith("-"):
+        return load_file(arguments.pop(0))
+    metadata = resumed_run(arguments) if name == "train" else None
+    if metadata is not None:
+        return metadata.given, []
+    if any(re.match("--train.init[-_]from", word) for word in arguments):
+        return finetune(), []
+    return quickstart(chat=name == "train" and any(word.endswith(".jsonl") for word in arguments)), []
 
 
 def usage() -> str:
     """Return what `jaxgpt --help` prints."""
     lines = "\n".join(
-        f"  {f'{name} {command.operand}':<21}{(TOOLS.get(name) or command.run.__doc__ or '').splitlines()[0].rstrip('.')}"
-        for name, command in COMMANDS.items()
+        f"  {f'{name} {command.operand}':<21}{command.purpose.rstrip('.')}" for name, command in COMMANDS.items()
     )
     return f"""\
 usage: jaxgpt COMMAND [OPTIONS]
@@ -124,4 +138,4 @@ usage: jaxgpt COMMAND [OPTIONS]
 RUN is a run directory, by default the newest under runs/.
 --trust-code runs the code that a RUN brings for classes of its own.
 --traceback shows where an error arose, as JAXGPT_TRACEBACK=1 does.
-EXPERIMENT: a Python file with `experiment`, or {", ".join(EXPERIMENTS)}, depth:N."""
+EXPERIMENT: a Python file with `experiment`, or quickstart, finetune, depth:N."""

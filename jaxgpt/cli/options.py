@@ -21,9 +21,9 @@ import tyro
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, UseAppendAction, arg
 
 from jaxgpt.cli.console import print_result, say, show
-from jaxgpt.config import Experiment
 from jaxgpt.config.validate import check_value
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import Experiment
 
 # The options that `--help` leaves out: these, and those fields of an experiment that are not in COMMON.
 RARE = """h name average extend cache-dtype min-p repetition-penalty frequency-penalty presence-penalty

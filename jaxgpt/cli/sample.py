@@ -9,11 +9,10 @@ from typing import Any
 
 from jaxgpt.cli.commands import open_run
 from jaxgpt.cli.console import say
-from jaxgpt.config import MAX_NEW_TOKENS, Precision
 from jaxgpt.config.validate import Count, Size
 from jaxgpt.errors import UserError
 from jaxgpt.files import Result, read_json
-from jaxgpt.sample import Sampling
+from jaxgpt.sample import MAX_NEW_TOKENS, Precision, Sampling
 
 LARGEST_SCHEMA = 2**20  # bytes
 

@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 
 from jaxgpt.cli.commands import open_run
 from jaxgpt.cli.console import say
-from jaxgpt.config import Precision
 from jaxgpt.config.validate import Count, Interval, PositiveFloat
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_bytes
+from jaxgpt.sample import Precision
 
 KEY = "JAXGPT_API_KEY"
 

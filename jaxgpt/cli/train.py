@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from jaxgpt.cli.console import report_errors, say, say_error, take_traceback
 from jaxgpt.cli.options import parse
-from jaxgpt.config import Experiment
-from jaxgpt.config.presets import CONTEXT_OF_WEIGHTS, EXPERIMENTS, quickstart
 from jaxgpt.config.validate import check_value
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError, shell_line
+from jaxgpt.experiment import Experiment
 from jaxgpt.files import open_file, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
+from jaxgpt.presets import CONTEXT_OF_WEIGHTS, EXPERIMENTS, quickstart
 from jaxgpt.runs.directory import RunMetadata, is_run, read_metadata
 
 if TYPE_CHECKING:

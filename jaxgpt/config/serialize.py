@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxgpt.config.validate import field_hints, short
+from jaxgpt.config.validate import check_fields, field_hints, short
 from jaxgpt.errors import UserError
 
 T = TypeVar("T")
@@ -24,6 +24,21 @@ GONE = {
     "check_replicas_every": (..., ""),
     "watchdog": (..., ""),
 }
+
+
+class Checked:
+    """The base of all configurations. Their fields are checked: names when a class is defined, values at construction."""
+
+    def __init_subclass__(cls) -> None:
+        """Check the names of a class that is not ours. Raises `UserError`."""
+        if not cls.__module__.startswith("jaxgpt."):
+            check_names(cls)
+
+    def __post_init__(self) -> None:
+        """Check the values. A subclass that checks more calls this first."""
+        check_fields(self)
+        if not type(self).__module__.startswith("jaxgpt."):  # ours hold only what JSON can
+            to_dict(self)
 
 
 def check_json(name: str, value: Any) -> None:

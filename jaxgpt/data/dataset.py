@@ -14,12 +14,14 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import jax
 import numpy as np
 
-from jaxgpt.config import DataConfig, GPTConfig
-from jaxgpt.config.validate import LARGEST_SIZE
+from jaxgpt.batch import Batch
+from jaxgpt.config.serialize import Checked
+from jaxgpt.config.validate import LARGEST_SIZE, Interval
 from jaxgpt.data import template as chat
 from jaxgpt.data.conversations import Conversations, encode_all, read_messages
 from jaxgpt.data.corpus import fetch, find_copy, find_corpus_files, find_user_files, read_text
@@ -38,6 +40,7 @@ from jaxgpt.data.tokenizer import (
 from jaxgpt.data.tools import spell_out
 from jaxgpt.errors import UserError
 from jaxgpt.files import cache_directory, is_there, json_sha256, make_cache, read_json, sha256, write_whole
+from jaxgpt.model import GPTConfig
 
 LOG = logging.getLogger(__name__)
 REPORTED = 2**25  # bytes. Reading a text of at least this size is reported
@@ -46,6 +49,60 @@ TEXT_FORMAT = 3  # version of cached texts. It is increased when the same text g
 DOCUMENT_FORMAT = 2  # version of cached conversations, likewise
 SPLITS = ("train", "val")
 Entry = tuple[dict[str, np.ndarray], Tokenizer, dict[str, Any], dict[str, int]]  # see `read_tokens`
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig(Checked):
+    """The data and the tokenizer.
+
+    >>> DataConfig(path="chats.jsonl", tokenizer="byte").is_chat
+    True
+    """
+
+    # built-in text: python-docs, shakespeare, sancho or quijote
+    corpus: str = "python-docs"
+    # your text: a UTF-8 file, a folder of .txt, .bin shards, .jsonl conversations, or a mixture a:0.7 b:0.3. None means corpus
+    path: str | None = None
+    tokenizer: str = "char"  # char, byte, bpe (trained on the text), ids, or the path of a tokenizer.json
+    bpe_vocab_size: Annotated[int, Interval(ge=257, le=LARGEST_SIZE)] = 4096  # tokens of a BPE trained on the text
+    # share of the characters of each file, or of all conversations, held out for validation: the last ones
+    val_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("path", "tokenizer"):
+            if getattr(self, name) == "":
+                raise UserError(f"data.{name} is empty: name one, or leave the option out")
+
+    @property
+    def tokenizer_file(self) -> str | None:
+        """The path of a tokenizer.json, if `tokenizer` is one, else None."""
+        return None if self.tokenizer in ("char", "byte", "bpe", "ids") else self.tokenizer
+
+    @property
+    def is_chat(self) -> bool:
+        """Return whether each line is a conversation, a JSON object with a list of "messages"."""
+        return (self.path or self.corpus).endswith(".jsonl")
+
+    @property
+    def is_packed(self) -> bool:
+        """Return whether rows hold several documents, with only parts of them as targets."""
+        return self.is_chat
+
+    def open_dataset(self, model: GPTConfig, *, known: dict[str, Any] | None = None) -> Dataset:
+        """Return the dataset on which a model is trained.
+
+        known: the fingerprint that a run to resume has recorded. The dataset should have the same. Raises `UserError`
+        if there is nothing to train on.
+        """
+        return prepare(self, block_size=model.block_size, vocab_size=model.vocab_size, known=known)
+
+    def shape_batch(self, tokens_BT: jax.ShapeDtypeStruct) -> Batch:
+        """Return the shapes of a training batch, given the shapes of its tokens."""
+        if not self.is_packed:
+            return Batch(tokens_BT, tokens_BT)
+        counted_BT = jax.ShapeDtypeStruct(tokens_BT.shape, bool, sharding=tokens_BT.sharding)
+        return Batch(tokens_BT, tokens_BT, counted_BT, tokens_BT)
 
 
 def prepare(
@@ -80,7 +137,7 @@ def prepare(
     if entry is not None:
         dataset = _from_entry(entry)
     elif shards := find_shards(config.path):
-        dataset = open_shards(config, shards, vocab_size)
+        dataset = open_shards(config.path or "", shards, config.tokenizer, config.val_fraction, vocab_size)
     else:
         dataset = _open_text(config, known)
     for name, tokens in (("training", dataset.train), ("validation", dataset.val)):

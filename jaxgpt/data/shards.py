@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.config import DataConfig
 from jaxgpt.data.pipeline import Dataset, Tokens
 from jaxgpt.data.tokenizer import IdTokenizer, Tokenizer, fingerprint, load_tokenizer, open_tokenizer
 from jaxgpt.errors import UserError
@@ -60,36 +59,38 @@ def find_shards(path: str | None) -> list[Path]:
     return files
 
 
-def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -> Dataset:
+def open_shards(
+    path: str, files: list[Path], tokenizer_name: str, val_fraction: float, vocab_size: int | None
+) -> Dataset:
     """Return the dataset of nanoGPT's train.bin and val.bin (bare uint16), or of llm.c's shards with a header.
 
     Files with the word val, valid or validation in their names are held out. Without any, the last `val_fraction` of
     the tokens is. The tokenizer is a tokenizer.json next to them. Without one it is ids, if `vocab_size` is known.
     """
-    root, notes = Path(config.path or ""), []
+    root, notes = Path(path), []
     folder = root if root.is_dir() else root.parent
     beside, index = folder / "tokenizer.json", read_index(folder)
     if index is not None and index["at"] is not None and root.is_dir():
         raise UserError(f"{root} is not complete: jaxgpt prepare was interrupted, and the same command goes on")
     text = next((p for p in sorted(root.rglob("*.txt")) if p.is_file()), None)
-    if config.tokenizer == "ids":
+    if tokenizer_name == "ids":
         if vocab_size is None:
             raise UserError("tokenizer ids needs --model.vocab-size N: token files do not record the vocabulary size")
         tokenizer = IdTokenizer(vocab_size)
-    elif config.tokenizer == "char" and is_there(beside, "Move it elsewhere."):
+    elif tokenizer_name == "char" and is_there(beside, "Move it elsewhere."):
         tokenizer = load_tokenizer(beside)
         if index is not None:
             check_tokenizer(beside, tokenizer, index)
         notes.append(f"the tokenizer is {beside}")
-    elif config.tokenizer == "char" and vocab_size is not None:
+    elif tokenizer_name == "char" and vocab_size is not None:
         tokenizer = IdTokenizer(vocab_size)
-        notes.append(f"{config.path} has no tokenizer.json: samples are ids too, below model.vocab_size={vocab_size}")
-    elif (tokenizer := open_tokenizer(config.tokenizer, "a text needs")) is None:
+        notes.append(f"{path} has no tokenizer.json: samples are ids too, below model.vocab_size={vocab_size}")
+    elif (tokenizer := open_tokenizer(tokenizer_name, "a text needs")) is None:
         instead = "" if text is None else f", or --data.path {text}"
         if is_there(beside.with_name("meta.pkl"), "Move it elsewhere."):
             instead += f". In that folder this makes the tokenizer of nanoGPT's meta.pkl: {FROM_NANOGPT}"
         raise UserError(
-            f"{config.path} holds token ids, so tokenizer={config.tokenizer} cannot be used: give the tokenizer that made them "
+            f"{path} holds token ids, so tokenizer={tokenizer_name} cannot be used: give the tokenizer that made them "
             f"(--data.tokenizer tokenizer.json, or byte), or --data.tokenizer ids with --model.vocab-size N{instead}"
         )
     if text is not None:
@@ -107,11 +108,11 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
         notes.append(f"held out for validation: {', '.join(f.name for f in held_out[:3])}{more}")
     else:
         starts = itertools.accumulate(map(len, train), initial=0)
-        at = int(sum(map(len, train)) * (1.0 - config.val_fraction))
+        at = int(sum(map(len, train)) * (1.0 - val_fraction))
         cuts = [(tokens, max(0, at - start)) for tokens, start in zip(train, starts, strict=False)]
         train, val = [tokens[:n] for tokens, n in cuts], [tokens[n:] for tokens, n in cuts]
         if len(files) > 1:
-            share = f"{100 * config.val_fraction:g}%"
+            share = f"{100 * val_fraction:g}%"
             notes.append(f"no file is named val: of the {len(files)} files the last {share} of the tokens are held out")
     counted: dict[str, int] = {}
     if index is not None and held_out:

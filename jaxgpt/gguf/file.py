@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import check_count, short
 from jaxgpt.errors import UserError
 from jaxgpt.files import open_file, open_whole
@@ -27,6 +26,7 @@ from jaxgpt.gguf.tokenizers import GGML, JSON, read_tokenizer
 from jaxgpt.hf.family import SCALINGS, ConfigRule, Family, Json, find_differences, weight_rules
 from jaxgpt.hf.source import Source, check_vocabulary, load_named_tokenizer
 from jaxgpt.hf.weights import DTYPES, Tensor, check, hold, to_tensors
+from jaxgpt.model import GPTConfig
 
 # The presence of these tensors tells a part of the configuration, so their names count as fields.
 OUTPUT, FREQUENCIES = "output.weight", "rope_freqs.weight"

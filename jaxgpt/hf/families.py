@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import short
 from jaxgpt.errors import UserError
 from jaxgpt.hf.family import (
@@ -23,6 +22,7 @@ from jaxgpt.hf.family import (
     weight_rules,
     windows,
 )
+from jaxgpt.model import GPTConfig
 
 GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh", "gelu": "geglu"}
 PLAIN = dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh") | {"gelu": "gelu", "relu": "relu"}

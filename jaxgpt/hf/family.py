@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import LARGEST_COUNT, check_count, short
 from jaxgpt.errors import UserError
+from jaxgpt.model import GPTConfig
 
 Json = dict[str, Any]
 

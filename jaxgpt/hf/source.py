@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import short
 from jaxgpt.data.template import TEMPLATE_FILES
 from jaxgpt.data.tokenizer import (
@@ -28,6 +27,7 @@ from jaxgpt.files import is_there, read_bytes, read_json, write_whole
 from jaxgpt.hf.families import get_family
 from jaxgpt.hf.family import Family
 from jaxgpt.hf.weights import Tensor, check, list_tensors
+from jaxgpt.model import GPTConfig
 
 LARGEST_CONFIG = 2**24  # bytes of a config.json
 # Files that an export copies. In a run directory the tokenizer's are next to tokenizer.json, where a chat finds its

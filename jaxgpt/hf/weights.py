@@ -22,13 +22,12 @@ import numpy as np
 from flax import traverse_util
 from jax.typing import DTypeLike
 
-from jaxgpt.config import GPTConfig, LoraConfig
 from jaxgpt.config.validate import short
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, open_file, open_whole, read_json, write_whole
 from jaxgpt.hf.family import EMBEDDING, HEAD, Family, join, split, their_shape
-from jaxgpt.lora import A, B
-from jaxgpt.model import GPT
+from jaxgpt.lora import A, B, LoraConfig
+from jaxgpt.model import GPT, GPTConfig
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHERS = ("consolidated.safetensors", "adapter_model.safetensors")  # Mistral's own names for tensors, and PEFT's

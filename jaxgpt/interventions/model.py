@@ -18,13 +18,12 @@ from flax import linen as nn
 from jax.tree_util import Partial
 from numpy.typing import ArrayLike
 
-from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import short_repr
 from jaxgpt.errors import UserError
 from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.block import Block
 from jaxgpt.layers.mlp import MLP
-from jaxgpt.model import GPT
+from jaxgpt.model import GPT, GPTConfig
 from jaxgpt.sample.cache import attends_as_ours
 from jaxgpt.sample.quantize import multiply_by_decode_matrix, unstack_layers
 from jaxgpt.train import Params

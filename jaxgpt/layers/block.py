@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from jaxgpt.config import GPTConfig
 from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
 from jaxgpt.layers.linear import take_rows
 
@@ -40,10 +39,11 @@ class Compute(NamedTuple):
 class Block(nn.Module):
     """A block, x_BTD -> x_BTD, with the parts that `config` makes. See `GPTConfig.norm_position` and `parallel_residual`.
 
+    >>> from jaxgpt.model import GPTConfig
     >>> block = Block(GPTConfig(n_head=2, n_embd=8))
     """
 
-    config: GPTConfig  # the architecture, which makes attention, MLP and norms
+    config: Any  # a GPTConfig: the architecture, which makes attention, MLP and norms
     layer: int = 0  # number of the block, from 0. With scan_layers it is 0 for all of them
     compute: Compute = Compute()  # dtype, kernel and sharding
 

@@ -7,8 +7,6 @@ import jax
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxgpt.config import GPTConfig
-
 SAVED_NAME = "saved"
 # Prefix of the name of cuDNN's forward primitive, by which a remat policy recognises it: JAX does not name its result,
 # and its residuals cannot be named from outside.
@@ -20,12 +18,12 @@ def save_in_remat(x: jax.Array) -> jax.Array:
     return checkpoint_name(x, SAVED_NAME)
 
 
-def remat(run_block: Callable[[nn.Module, jax.Array], jax.Array], config: GPTConfig) -> Any:
-    """Return `run_block`, a function of a module and x_BTD, recomputed in the backward pass as `config.remat` says."""
-    if config.remat == "none":
+def remat(run_block: Callable[..., jax.Array], kind: str, *, is_scanned: bool) -> Any:
+    """Return `run_block`, a function of a module and x_BTD, recomputed in the backward pass: see `GPTConfig.remat`."""
+    if kind == "none":
         return run_block
-    policy = _kept_with_dots if config.remat == "dots" else None
-    return nn.remat(run_block, policy=policy, prevent_cse=not config.scan_layers)
+    policy = _kept_with_dots if kind == "dots" else None
+    return nn.remat(run_block, policy=policy, prevent_cse=not is_scanned)
 
 
 def _kept_with_dots(primitive: Any, *avals: Any, **params: Any) -> bool:

@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxgpt.config import GPTConfig, TrainConfig
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import TrainConfig
 from jaxgpt.layers.kernels.fused import cudnn_attention, xla_attention
 from jaxgpt.layers.kernels.native.attention import native_attention
 from jaxgpt.layers.kernels.native.build import why_not_native
 from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
 from jaxgpt.layers.kernels.splash import splash_attention, why_not_splash
+from jaxgpt.model import GPTConfig
 from jaxgpt.train import Params
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import gc
 import glob
+import importlib
 import logging
 import os
 import platform
 import re
 import warnings
+from types import ModuleType
 
 from jaxgpt.errors import UserError
 from jaxgpt.files import cache_directory
@@ -51,15 +53,10 @@ def configure_jax(*, computes: bool = True) -> None:
     count = os.environ.get("JAX_NUM_CPU_DEVICES", "1")
     if not re.fullmatch(r"[1-9][0-9]{0,3}", count, re.ASCII):  # with others XLA ends the process
         raise UserError(f"JAX_NUM_CPU_DEVICES={count!r}: set a whole number from 1 to 9999, or unset it")
-    if not computes:
-        os.environ["JAX_PLATFORMS"] = "cpu"
     gc.set_threshold(GC_THRESHOLD)
     skip_cuda_check()
     quiet_libtpu()
-    try:
-        import jax
-    except ValueError as e:  # JAX cannot parse one of its environment variables
-        raise UserError(f"jax cannot be imported: {e}. Check the environment variables that begin with JAX_") from None
+    jax = import_jax()
     flags = os.environ.get("XLA_FLAGS", "")
     if _has_started(jax):
         if jax.default_backend() == "cpu" and REDUCTIONS_FLAG not in flags:
@@ -71,11 +68,20 @@ def configure_jax(*, computes: bool = True) -> None:
     for name in ("absl", "asyncio"):  # Orbax logs a dozen lines per save, a hundred if it fails
         logging.getLogger(name).setLevel(logging.CRITICAL)
     if not computes:
+        jax.config.update("jax_platforms", "cpu")
         return_freed_memory()
     elif keep_freed_memory() and "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
         jax.config.update("jax_cpu_enable_async_dispatch", False)  # steps run in the first thread: see the heap
     enable_compilation_cache()
     _is_set_up = True
+
+
+def import_jax() -> ModuleType:
+    """Import jax. Raise `UserError` if it cannot parse one of its environment variables."""
+    try:
+        return importlib.import_module("jax")
+    except ValueError as e:
+        raise UserError(f"jax cannot be imported: {e}. Check the environment variables that begin with JAX_") from None
 
 
 def _has_started(jax) -> bool:

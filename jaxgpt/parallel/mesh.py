@@ -18,11 +18,12 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxgpt.config import GPTConfig, ParallelConfig
 from jaxgpt.config.validate import near_multiples
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import ParallelConfig
 from jaxgpt.layers.block import ShardingHooks
 from jaxgpt.layers.kernels.plain import AttentionFn
+from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.strategy import StepFn, Strategy
 from jaxgpt.train import Params, TrainState
 

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxgpt.config import ParallelConfig
 from jaxgpt.errors import UserError, first_line
+from jaxgpt.experiment import ParallelConfig
 
 HEARTBEAT = 30  # seconds of silence after which a process counts as lost and the others end
 SHUTDOWN = 300  # seconds that a finished process waits for the others: process 0 still writes a sample

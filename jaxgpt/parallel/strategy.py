@@ -12,11 +12,12 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import GPTConfig, ParallelConfig
 from jaxgpt.config.validate import near_multiples
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import ParallelConfig
 from jaxgpt.layers.block import NO_SHARDING, ShardingHooks
 from jaxgpt.layers.kernels.plain import AttentionFn
+from jaxgpt.model import GPTConfig
 from jaxgpt.train import TrainState
 
 InitFn = Callable[..., TrainState]  # (key, params to start from or None) -> the state of step 0

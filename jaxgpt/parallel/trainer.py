@@ -12,14 +12,15 @@ import numpy as np
 import optax
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import Experiment, ObjectiveConfig, OptimConfig, ParallelConfig
 from jaxgpt.config.validate import short_repr
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import Experiment, ParallelConfig
 from jaxgpt.head_loss import chunked_next_token_loss, fused_next_token_loss
 from jaxgpt.layers.block import NO_SHARDING, Compute
 from jaxgpt.lora import freeze, init_adapters, join_adapters, thaw, thawed_shapes, with_adapters
-from jaxgpt.loss import HeadLoss
+from jaxgpt.loss import HeadLoss, ObjectiveConfig
 from jaxgpt.model import GPT
+from jaxgpt.optim import OptimConfig
 from jaxgpt.parallel.device import PEAKS, ComputeOptions, compute_options, count_parameters, product_options
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.pmap import make_pmap

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 from flax import struct
 
-from jaxgpt.config import GPTConfig
 from jaxgpt.errors import CheckpointSaveError, UserError, reason_of, shell_line
 from jaxgpt.files import json_sha256, read_bytes, write_whole
+from jaxgpt.model import GPTConfig
 from jaxgpt.parallel import multihost
 from jaxgpt.train import Params, TrainState
 

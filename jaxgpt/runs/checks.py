@@ -17,10 +17,13 @@ import optax
 from flax import linen as nn
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import DataConfig, Experiment, GPTConfig, ObjectiveConfig
+from jaxgpt.data.dataset import DataConfig
 from jaxgpt.data.pipeline import Dataset, RowReader
 from jaxgpt.errors import UserError, first_line
+from jaxgpt.experiment import Experiment
 from jaxgpt.lora import with_adapters
+from jaxgpt.loss import ObjectiveConfig
+from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.autopsy import Modules, find_first_bad, watch_calls

@@ -23,10 +23,10 @@ from importlib.util import decode_source, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.config import Experiment
 from jaxgpt.config.serialize import class_name, from_dict, to_dict
 from jaxgpt.config.validate import short
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import Experiment
 from jaxgpt.files import cache_directory, is_there, json_sha256, make_cache, read_bytes
 
 FOLDER = "code"  # in a run directory

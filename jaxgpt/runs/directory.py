@@ -18,10 +18,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxgpt.config import Experiment, GPTConfig, from_dict, to_dict
+from jaxgpt.config.serialize import from_dict, to_dict
 from jaxgpt.config.validate import NonNegativeInt, PositiveInt, Size, check_fields, check_value, short, short_repr
 from jaxgpt.errors import UserError, reason_of, shell_line
+from jaxgpt.experiment import Experiment
 from jaxgpt.files import is_there, json_sha256, read_json, write_whole
+from jaxgpt.model import GPTConfig
 from jaxgpt.runs.code import find_class, keep_code, own_code
 
 if TYPE_CHECKING:  # 0.1 s to import

@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxgpt.config import Experiment
 from jaxgpt.errors import shell_line
+from jaxgpt.experiment import Experiment
 from jaxgpt.parallel import multihost
 from jaxgpt.parallel.device import PEAKS, device_kind, train_flops_per_token
 from jaxgpt.parallel.trainer import Trainer

@@ -14,16 +14,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jaxgpt.config import DataConfig, Experiment, GPTConfig
-from jaxgpt.config.presets import CONTEXT_OF_WEIGHTS
 from jaxgpt.config.serialize import class_name
 from jaxgpt.data.conversations import Conversations
+from jaxgpt.data.dataset import DataConfig
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import Experiment
 from jaxgpt.files import is_there, sha256
 from jaxgpt.hf.source import find_directory, open_source
 from jaxgpt.hf.weights import read_params
 from jaxgpt.lora import init_adapters, merge_adapters
+from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.strategy import with_shardings
+from jaxgpt.presets import CONTEXT_OF_WEIGHTS
 from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
 from jaxgpt.runs.directory import Origin, RunMetadata, check_same_tokenizer, is_run, read_metadata
 from jaxgpt.sample.quantize import unstack_layers

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.config import DataConfig, Experiment, differences
+from jaxgpt.config.serialize import differences
 from jaxgpt.data.corpus import fetch
+from jaxgpt.data.dataset import DataConfig
 from jaxgpt.data.mixture import recorded_sources, replace_addresses
 from jaxgpt.data.pipeline import Dataset
 from jaxgpt.errors import UserError, shell_line
+from jaxgpt.experiment import Experiment
 from jaxgpt.files import cache_directory, is_there
 from jaxgpt.runs.directory import RunMetadata, check_same_tokenizer
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
-from jaxgpt.config import Precision
 from jaxgpt.config.validate import (
     LARGEST_SIZE,
     Interval,
@@ -25,6 +24,8 @@ from jaxgpt.errors import UserError
 if TYPE_CHECKING:
     from jaxgpt.sample.grammar import Grammar
 
+Precision = Literal["float32", "bfloat16", "int8"]  #: dtype of weights, and of keys and values, for sampling
+MAX_NEW_TOKENS = 400  # default length of a sample
 MAX_BIASES = 1024  # most biases in a request
 Penalty = Annotated[float, Interval(ge=-2, le=2)]
 BUCKET = 128  # tokens that the smallest cache has room for. Larger ones have twice, four times ... as many

@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxgpt.config import Precision
 from jaxgpt.config.validate import check_count, short_repr
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
-from jaxgpt.sample import BUCKET, Decoding, Sampling
+from jaxgpt.sample import BUCKET, Decoding, Precision, Sampling
 from jaxgpt.sample import state as programs
 from jaxgpt.sample.cache import KVCache, can_cache
 from jaxgpt.sample.filters import SamplingRows

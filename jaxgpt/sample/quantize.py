@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from jaxgpt.config import Precision
 from jaxgpt.errors import UserError
 from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.kernels.native.build import why_not_native
 from jaxgpt.layers.kernels.native.product import native_product
 from jaxgpt.layers.linear import Dense, Embedding, Head, to_int8
 from jaxgpt.model import GPT
+from jaxgpt.sample import Precision
 
 LOG = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])

@@ -18,11 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.config import Precision
 from jaxgpt.config.validate import LARGEST_SIZE, short
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
-from jaxgpt.sample import Sampling
+from jaxgpt.sample import Precision, Sampling
 from jaxgpt.sample.cache import KVCache, make_cache
 from jaxgpt.sample.filters import SamplingRows
 from jaxgpt.sample.quantize import apply_model, unstack_layers

@@ -27,11 +27,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jaxgpt.config import Precision
 from jaxgpt.errors import UserError, reason_of
 from jaxgpt.files import render_json
 from jaxgpt.run import Run
-from jaxgpt.sample import Sampling
+from jaxgpt.sample import Precision, Sampling
 from jaxgpt.sample.engine import Engine
 from jaxgpt.sample.score import PromptScores, prompt_widths, score_prompt
 from jaxgpt.sample.state import MAX_TOP

@@ -14,11 +14,11 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from jaxgpt.config import Experiment
 from jaxgpt.data.conversations import find_end_of_turn
 from jaxgpt.data.template import ETX, ChatTemplate, Jinja, Turns, write_template
 from jaxgpt.data.tokenizer import BPETokenizer, fingerprint
 from jaxgpt.errors import UserError, reason_of, shell_line
+from jaxgpt.experiment import Experiment
 from jaxgpt.files import is_there, read_json, render_json, write_whole
 from jaxgpt.gguf.file import FAMILIES, open_gguf, parse_dtype, to_gguf, write_gguf
 from jaxgpt.gguf.tokenizers import read_chat_template, read_ends, tokenizer_fields

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.config import Experiment
 from jaxgpt.errors import Diverged, Preempted
+from jaxgpt.experiment import Experiment
 from jaxgpt.files import write_whole
 from jaxgpt.runs.directory import is_run, read_metadata
 from jaxgpt.runs.metrics import finite_values, read_metrics

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError, first_line, reason_of, shell_line
 from jaxgpt.files import Result, is_there, read_json
+from jaxgpt.model import GPTConfig
 from jaxgpt.runs.directory import RunMetadata, is_training, read_metadata
 from jaxgpt.runs.metrics import finite_values, parse_metrics
 

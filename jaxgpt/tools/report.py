@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.config import Experiment, differences, to_dict
+from jaxgpt.config.serialize import differences, to_dict
 from jaxgpt.config.validate import Size, check_count
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import Experiment
 from jaxgpt.files import Result, new_file, render_json, write_whole
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import Run, load, load_run

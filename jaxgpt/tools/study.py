@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.config import Experiment, ObjectiveConfig, differences
+from jaxgpt.config.serialize import differences
 from jaxgpt.config.validate import check_count, short, short_repr
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import Experiment
 from jaxgpt.files import open_whole, render_json, write_whole
+from jaxgpt.loss import ObjectiveConfig
 from jaxgpt.parallel.multihost import initialize
 from jaxgpt.runs.directory import is_run, read_metadata
 from jaxgpt.runs.pretrained import resolve_init_from

@@ -26,10 +26,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxgpt.config import Experiment, differences, from_dict
-from jaxgpt.config.serialize import suggest, to_dict
+from jaxgpt.config.serialize import differences, from_dict, suggest, to_dict
 from jaxgpt.config.validate import Count, NonNegativeInt, check_value, field_hints, short, short_repr
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import Experiment
 from jaxgpt.files import is_there, read_json, render_json, write_whole
 from jaxgpt.runs.code import find_class_in
 from jaxgpt.runs.directory import RUNS

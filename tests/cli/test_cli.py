@@ -18,9 +18,10 @@ import pytest
 from jaxgpt.cli.main import bind_command
 from jaxgpt.cli.sample import sample
 from jaxgpt.cli.train import choose_context, label_own_text
-from jaxgpt.config import DataConfig, TrainConfig
-from jaxgpt.config.presets import CONTEXT_OF_WEIGHTS, finetune, quickstart
+from jaxgpt.data.dataset import DataConfig
 from jaxgpt.data.tokenizer import CharTokenizer, fingerprint
+from jaxgpt.experiment import TrainConfig
+from jaxgpt.presets import CONTEXT_OF_WEIGHTS, finetune, quickstart
 from tests.conftest import REPOSITORY
 from tests.helpers import chat_file, edit_record, run_command, script
 

@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from jaxgpt.cli.main import COMMANDS, TOOLS, bind_command, main, usage
+from jaxgpt.cli.main import COMMANDS, bind_command, main, usage
 
 OPTION = re.compile(r"^[│ ] +?(--[\w.-]+|\[?[A-Z]+\]? )")
 LINES = 40  # of a terminal of 100 columns
@@ -68,7 +68,7 @@ def test_help_has_an_example_that_parses_and_words_for_every_option(shown, name)
         program, *words = shlex.split(example.removeprefix("example: "))
         assert program == "jaxgpt" and words[0] == name and len(words) > 1
         bind_command(*words)
-    assert name not in TOOLS or TOOLS[name] in lines
+    assert COMMANDS[name].purpose in lines
     found = options(lines)
     assert found and [option for option, text in found.items() if not text.split("(default")[0].strip()] == []
     unsaid = [option for option, text in found.items() if "(default: None)" in text]

@@ -14,19 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxgpt.config import (
-    DataConfig,
-    Experiment,
-    GPTConfig,
-    LoraConfig,
-    OptimConfig,
-    ParallelConfig,
-    TrainConfig,
-    differences,
-    from_dict,
-)
+from jaxgpt.config.serialize import differences, from_dict
 from jaxgpt.config.validate import Interval, check_count
+from jaxgpt.data.dataset import DataConfig
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import Experiment, ParallelConfig, TrainConfig
+from jaxgpt.lora import LoraConfig
+from jaxgpt.model import GPTConfig
+from jaxgpt.optim import OptimConfig
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxgpt.config.presets import depth, find_preset, quickstart
 from jaxgpt.errors import UserError
+from jaxgpt.presets import depth, find_preset, quickstart
 
 
 def total(experiment):

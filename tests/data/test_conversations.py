@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgpt.config import DataConfig
 from jaxgpt.data.conversations import Conversations, encode_all, pack_best_fit, read_messages
-from jaxgpt.data.dataset import prepare
+from jaxgpt.data.dataset import DataConfig, prepare
 from jaxgpt.data.pipeline import training_batches, validation_batches
 from jaxgpt.data.template import ETX, PLAIN
 from jaxgpt.data.tokenizer import ByteTokenizer

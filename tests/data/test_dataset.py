@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxgpt.config import DataConfig
 from jaxgpt.data import corpus, dataset
-from jaxgpt.data.dataset import encode_whole, prepare
+from jaxgpt.data.dataset import DataConfig, encode_whole, prepare
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.runs.resume import reopen_dataset

@@ -5,9 +5,8 @@ import json
 
 import pytest
 
-from jaxgpt.config import DataConfig
 from jaxgpt.data.conversations import read_messages
-from jaxgpt.data.dataset import prepare
+from jaxgpt.data.dataset import DataConfig, prepare
 from jaxgpt.data.template import CHATML, PLAIN, find_template, fingerprint
 from jaxgpt.data.tokenizer import BPETokenizer
 from jaxgpt.errors import UserError

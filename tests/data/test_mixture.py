@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.cli.options import _join_mixture
-from jaxgpt.config import DataConfig
-from jaxgpt.data.dataset import prepare
+from jaxgpt.data.dataset import DataConfig, prepare
 from jaxgpt.data.mixture import Mixture, assign_rows, read_mixture
 from jaxgpt.data.pipeline import Tokens, training_batches, validation_batches
 from jaxgpt.data.tokenizer import CharTokenizer

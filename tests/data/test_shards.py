@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxgpt.config import DataConfig
 from jaxgpt.data import shards
-from jaxgpt.data.dataset import prepare
+from jaxgpt.data.dataset import DataConfig, prepare
 from jaxgpt.data.tokenizer import IdTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.runs.directory import read_metadata, write_metadata

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxgpt.config import Experiment, from_dict
+from jaxgpt.config.serialize import from_dict
 from jaxgpt.data.conversations import read_messages
 from jaxgpt.data.shards import open_shard, scan
 from jaxgpt.data.template import find_template
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer, train_bpe
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import Experiment
 from jaxgpt.files import read_json
 from jaxgpt.gguf.file import FAMILIES as GGUF_FAMILIES
 from jaxgpt.gguf.file import read_config, read_gguf, write_fields, write_gguf

@@ -16,7 +16,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxgpt.config import Experiment, GPTConfig, OptimConfig, TrainConfig
+from jaxgpt.experiment import Experiment, TrainConfig
+from jaxgpt.model import GPTConfig
+from jaxgpt.optim import OptimConfig
 from jaxgpt.runs.metrics import MetricsFile
 from jaxgpt.training import fit
 

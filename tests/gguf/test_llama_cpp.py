@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-from jaxgpt.config import GPTConfig
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, train_bpe
 from jaxgpt.gguf.file import to_gguf, write_gguf
 from jaxgpt.gguf.tokenizers import tokenizer_fields
 from jaxgpt.hf.families import FAMILIES as HF_FAMILIES
 from jaxgpt.hf.weights import shapes_of
 from jaxgpt.layers.mlp import ACTIVATIONS
-from jaxgpt.model import GPT
+from jaxgpt.model import GPT, GPTConfig
 from tests.conftest import TEXT
 from tests.gguf.test_families import MODELS
 from tests.helpers import make_model

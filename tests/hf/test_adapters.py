@@ -12,11 +12,11 @@ from safetensors.numpy import load_file
 
 import jaxgpt
 from jaxgpt.cli.main import main
-from jaxgpt.config import GPTConfig, LoraConfig
 from jaxgpt.errors import UserError
 from jaxgpt.hf.families import FAMILIES
 from jaxgpt.hf.weights import to_peft, to_tensors
-from jaxgpt.lora import init_adapters, merge_adapters
+from jaxgpt.lora import LoraConfig, init_adapters, merge_adapters
+from jaxgpt.model import GPTConfig
 from jaxgpt.tools.convert import export_hf, export_peft, import_model
 from tests.helpers import FLOAT32_REORDERED, make_model, tiny_experiment
 from tests.hf.test_families import MODELS

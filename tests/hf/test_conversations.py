@@ -6,8 +6,8 @@ import json
 import pytest
 
 import jaxgpt
-from jaxgpt.config import DataConfig
 from jaxgpt.data.conversations import find_end_of_turn, tokenise
+from jaxgpt.data.dataset import DataConfig
 from jaxgpt.data.template import find_template, list_plain_characters
 from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, train_bpe
 from jaxgpt.tools.convert import export_gguf, export_hf, import_model, write_tokenizer

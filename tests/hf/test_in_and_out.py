@@ -13,8 +13,6 @@ import pytest
 from tokenizers import Tokenizer
 
 import jaxgpt
-from jaxgpt.config import GPTConfig
-from jaxgpt.config.presets import quickstart
 from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.hf import families
@@ -22,6 +20,8 @@ from jaxgpt.hf.families import find_family
 from jaxgpt.hf.family import canonical_form
 from jaxgpt.hf.source import open_source, tokenizer_json
 from jaxgpt.hf.weights import INDEX, list_tensors
+from jaxgpt.model import GPTConfig
+from jaxgpt.presets import quickstart
 from jaxgpt.tools.convert import _hide_folders, export_hf, import_model
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from tests.conftest import TEXT

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.interventions import (
     ablate_all,
@@ -19,6 +18,7 @@ from jaxgpt.interventions import (
     zero,
 )
 from jaxgpt.interventions.model import _run_each
+from jaxgpt.model import GPTConfig
 from jaxgpt.sample.quantize import unstack_layers
 from tests.helpers import apply
 from tests.interventions.test_edits import CONFIGS, SIZE, TOKENS, make, quick

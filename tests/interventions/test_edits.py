@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.interventions import add, edit, replace, run, run_each, scale, zero
 from jaxgpt.interventions.model import place_shapes, token_losses
+from jaxgpt.model import GPTConfig
 from jaxgpt.sample import Sampling
 from jaxgpt.sample.engine import generate
 from jaxgpt.sample.quantize import for_decoding

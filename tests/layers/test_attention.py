@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.config import GPTConfig
 from jaxgpt.layers import MLP, Attention, Block, LayerNorm, RMSNorm
 from jaxgpt.layers.kernels import plain
 from jaxgpt.layers.kernels.plain import naive_attention, plain_attention
 from jaxgpt.layers.linear import Dense
+from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.device import KERNELS
 from tests.conftest import SIZES
 from tests.helpers import DIMS, FLOAT32_REORDERED, out_and_gradients

@@ -6,13 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.config import GPTConfig, TrainConfig
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import TrainConfig
 from jaxgpt.layers.kernels.native import attention, build
 from jaxgpt.layers.kernels.native.attention import native_attention
 from jaxgpt.layers.kernels.native.build import why_not_native
 from jaxgpt.layers.kernels.native.product import native_product
 from jaxgpt.layers.kernels.plain import plain_attention
+from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.device import compute_options
 from tests.helpers import out_and_gradients
 

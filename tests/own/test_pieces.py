@@ -15,8 +15,8 @@ import pytest
 import jaxgpt
 from jaxgpt import interventions, plain_generate
 from jaxgpt.cli.experiment_file import load_file, load_variants
-from jaxgpt.config import LoraConfig
 from jaxgpt.errors import UserError
+from jaxgpt.lora import LoraConfig
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.tools.convert import export_gguf, export_hf

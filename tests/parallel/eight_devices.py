@@ -13,11 +13,14 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import Experiment, GPTConfig, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
+from jaxgpt.experiment import Experiment, ParallelConfig, TrainConfig
 from jaxgpt.hf.families import GPT2, GPT_NEOX, LLAMA
 from jaxgpt.hf.weights import list_tensors, read_params, shapes_of, to_tensors, write
 from jaxgpt.layers.kernels.plain import plain_attention
+from jaxgpt.lora import LoraConfig
 from jaxgpt.loss import make_loss
+from jaxgpt.model import GPTConfig
+from jaxgpt.optim import OptimConfig
 from jaxgpt.parallel.device import bytes_per_device, count_parameters
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.run import load

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from jaxgpt.config import Experiment, GPTConfig, TrainConfig
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import Experiment, TrainConfig
+from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.device import PEAKS, check_memory, compute_options, first_device, memory_of, product_options
 from jaxgpt.parallel.trainer import make_trainer
 

@@ -9,7 +9,9 @@ import re
 
 import jax
 
-from jaxgpt.config import Experiment, GPTConfig, OptimConfig, ParallelConfig, TrainConfig
+from jaxgpt.experiment import Experiment, ParallelConfig, TrainConfig
+from jaxgpt.model import GPTConfig
+from jaxgpt.optim import OptimConfig
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.tools.plan.hlo import read_program
 

@@ -12,12 +12,13 @@ import pytest
 from flax.traverse_util import flatten_dict
 from jax.sharding import PartitionSpec as P
 
-from jaxgpt.config import Experiment, GPTConfig, LoraConfig, ParallelConfig, TrainConfig
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import Experiment, ParallelConfig, TrainConfig
 from jaxgpt.head_loss import chunked_next_token_loss, fused_next_token_loss
 from jaxgpt.hf.families import FAMILIES
 from jaxgpt.layers.block import NO_SHARDING
-from jaxgpt.lora import init_adapters
+from jaxgpt.lora import LoraConfig, init_adapters
+from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.mesh import PARAMETER_AXES, check_divisible, count_slices, make_mesh, parameter_axes, split_slices
 from jaxgpt.parallel.strategy import make_single, split_batch
 from jaxgpt.parallel.trainer import choose_head_loss, choose_strategy
@@ -76,7 +77,8 @@ MESHES = """
 import json
 import numpy as np
 from jax.experimental import mesh_utils
-from jaxgpt.config import GPTConfig, ParallelConfig
+from jaxgpt.model import GPTConfig
+from jaxgpt.experiment import ParallelConfig
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.tools.plan.topology import tpu_devices
 

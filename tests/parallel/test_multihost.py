@@ -14,8 +14,8 @@ import pytest
 from jax._src import distributed
 from jaxlib import _jax
 
-from jaxgpt.config import ParallelConfig
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import ParallelConfig
 from jaxgpt.parallel import multihost
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import Experiment, GPTConfig, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
-from jaxgpt.lora import init_adapters, join_adapters, merge_adapters, with_adapters
+from jaxgpt.experiment import Experiment, ParallelConfig, TrainConfig
+from jaxgpt.lora import LoraConfig, init_adapters, join_adapters, merge_adapters, with_adapters
+from jaxgpt.model import GPTConfig
+from jaxgpt.optim import OptimConfig
 from jaxgpt.parallel.trainer import make_trainer
 from tests.helpers import check_command, import_pages, make_model
 

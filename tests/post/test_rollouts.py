@@ -13,7 +13,7 @@ import jaxgpt
 from jaxgpt import Experiment, GPTConfig, OptimConfig, ParallelConfig, TrainConfig, UserError
 from jaxgpt.batch import Batch
 from jaxgpt.cli.experiment_file import load_experiment
-from jaxgpt.config import LoraConfig
+from jaxgpt.lora import LoraConfig
 from jaxgpt.parallel import multihost
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.runs.metrics import read_metrics

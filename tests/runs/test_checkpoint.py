@@ -17,9 +17,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxgpt.config import OptimConfig
 from jaxgpt.errors import CheckpointSaveError, UserError
-from jaxgpt.optim import make_optimizer
+from jaxgpt.optim import OptimConfig, make_optimizer
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints, _render
 from jaxgpt.runs.directory import lock_run, read_metadata

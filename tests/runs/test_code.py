@@ -145,7 +145,7 @@ def test_a_received_run_is_not_run_unless_it_is_trusted(trained, stranger, monke
 
 
 @pytest.mark.parametrize(
-    "name", ["os:system", "mine:Scaled", "mine:Mine.make_mlp", "jaxgpt.config.model:GPTConfig", "x", 3, "../mine:Mine"]
+    "name", ["os:system", "mine:Scaled", "mine:Mine.make_mlp", "jaxgpt.model:GPTConfig", "x", 3, "../mine:Mine"]
 )
 def test_no_name_of_a_class_leads_elsewhere(trained, cache, monkeypatch, tmp_path, name):
     directory = tmp_path / "run"

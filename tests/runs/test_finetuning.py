@@ -8,13 +8,16 @@ import pytest
 
 import jaxgpt
 from jaxgpt.cli.main import bind_command
-from jaxgpt.config import DataConfig, GPTConfig, OptimConfig, TrainConfig
-from jaxgpt.config.presets import finetune
+from jaxgpt.data.dataset import DataConfig
 from jaxgpt.data.tokenizer import ByteTokenizer
+from jaxgpt.experiment import TrainConfig
 from jaxgpt.hf.families import LLAMA
 from jaxgpt.hf.source import tokenizer_json
 from jaxgpt.hf.weights import to_tensors, write
+from jaxgpt.model import GPTConfig
+from jaxgpt.optim import OptimConfig
 from jaxgpt.parallel.trainer import mean_loss
+from jaxgpt.presets import finetune
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.pretrained import open_weights
 from jaxgpt.tools.convert import export_hf, import_model

@@ -7,11 +7,15 @@ import shutil
 import chex
 import pytest
 
-from jaxgpt.config import DataConfig, Experiment, GPTConfig, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
+from jaxgpt.data.dataset import DataConfig
 from jaxgpt.data.template import find_template
 from jaxgpt.data.template import fingerprint as template_fingerprint
 from jaxgpt.data.tokenizer import CharTokenizer
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import Experiment, ParallelConfig, TrainConfig
+from jaxgpt.lora import LoraConfig
+from jaxgpt.model import GPTConfig
+from jaxgpt.optim import OptimConfig
 from jaxgpt.parallel.device import KERNELS
 from jaxgpt.run import load
 from jaxgpt.runs.directory import read_metadata, write_metadata

@@ -11,10 +11,12 @@ import pytest
 from flax import traverse_util
 
 import jaxgpt
-from jaxgpt.config import DataConfig, GPTConfig, LoraConfig, OptimConfig
-from jaxgpt.config.presets import finetune
+from jaxgpt.data.dataset import DataConfig
 from jaxgpt.errors import UserError
-from jaxgpt.lora import init_adapters, merge_adapters
+from jaxgpt.lora import LoraConfig, init_adapters, merge_adapters
+from jaxgpt.model import GPTConfig
+from jaxgpt.optim import OptimConfig
+from jaxgpt.presets import finetune
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import read_metadata
 from jaxgpt.runs.metrics import read_metrics

@@ -9,8 +9,7 @@ import time
 import pytest
 from starlette.testclient import TestClient
 
-from jaxgpt.config import DataConfig
-from jaxgpt.data.dataset import prepare
+from jaxgpt.data.dataset import DataConfig, prepare
 from jaxgpt.sample.engine import Piece, Request
 from jaxgpt.sample.score import PromptScores
 from jaxgpt.serve.app import make_app

@@ -7,8 +7,7 @@ import re
 
 import pytest
 
-from jaxgpt.config import DataConfig
-from jaxgpt.data.dataset import prepare
+from jaxgpt.data.dataset import DataConfig, prepare
 from tests.helpers import make_model, recorded_run
 from tests.sample.test_detokenize import make_pieces
 from tests.serve.conftest import BLOCK, CHAT, HELLO, FakeEngine, join_choices, read_events

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from jaxgpt.config import GPTConfig
+from jaxgpt.model import GPTConfig
 from jaxgpt.parallel import device
 from jaxgpt.runs.directory import lock_run, read_metadata
 from jaxgpt.tools.grid import read_curve

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from jaxgpt.config import ObjectiveConfig
 from jaxgpt.errors import Diverged, Preempted, UserError
+from jaxgpt.loss import ObjectiveConfig
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.statistics import holm_levels
 from jaxgpt.tools import study

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from jaxgpt.cli.experiment_file import load_experiment
-from jaxgpt.config import Experiment, OptimConfig, TrainConfig
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import Diverged, Preempted, UserError
+from jaxgpt.experiment import Experiment, TrainConfig
+from jaxgpt.optim import OptimConfig
 from jaxgpt.runs.directory import write_metadata
 from jaxgpt.runs.metrics import MetricsFile
 from jaxgpt.tools.grid import with_values

@@ -1,7 +1,10 @@
 """Run directories without training: what training would have written."""
 
-from jaxgpt.config import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
+from jaxgpt.data.dataset import DataConfig
 from jaxgpt.data.tokenizer import CharTokenizer, fingerprint
+from jaxgpt.experiment import Experiment, TrainConfig
+from jaxgpt.model import GPTConfig
+from jaxgpt.optim import OptimConfig
 from jaxgpt.runs.directory import write_metadata
 from jaxgpt.runs.metrics import MetricsFile
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import GPTConfig, ObjectiveConfig
 from jaxgpt.errors import UserError
 from jaxgpt.head_loss import chunked_next_token_loss
+from jaxgpt.loss import ObjectiveConfig
+from jaxgpt.model import GPTConfig
 from jaxgpt.optim import label_parameters
 from jaxgpt.sample.cache import can_cache
 from tests.helpers import FLOAT32_REORDERED, TINY, import_pages, make_model

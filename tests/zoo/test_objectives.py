@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import GPTConfig
 from jaxgpt.layers.mlp import MLP
 from jaxgpt.loss import make_loss
+from jaxgpt.model import GPTConfig
 from jaxgpt.training import fit
 from tests.helpers import TINY, import_pages, make_model, tiny_experiment
 

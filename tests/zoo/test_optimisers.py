@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxgpt.config import GPTConfig, OptimConfig
-from jaxgpt.optim import by_rank, make_optimizer
+from jaxgpt.model import GPTConfig
+from jaxgpt.optim import OptimConfig, by_rank, make_optimizer
 from tests.helpers import import_pages
 
 cautious, ema_tail, line_search, lion, normuon, polar, schedule_free, spikes, soap = import_pages(

@@ -12,14 +12,14 @@ import jax
 import numpy as np
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import DataConfig, ObjectiveConfig
 from jaxgpt.config.validate import check_count, check_value
 from jaxgpt.data.conversations import Conversations, encode_all
 from jaxgpt.data.corpus import find_user_files
-from jaxgpt.data.dataset import encode_whole
+from jaxgpt.data.dataset import DataConfig, encode_whole
 from jaxgpt.data.mixture import Mixture, parts_of
 from jaxgpt.data.pipeline import Tokens, validation_batches
 from jaxgpt.errors import UserError
+from jaxgpt.loss import ObjectiveConfig
 from jaxgpt.model import GPT
 from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.run import Run

@@ -20,11 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.config import Precision
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.run import Run, load
-from jaxgpt.sample import FILTERS
+from jaxgpt.sample import FILTERS, Precision
 from jaxgpt.sample.score import pair_ids
 
 try:

@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 
-from jaxgpt.config import Experiment
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import Experiment
 from jaxgpt.layers.kernels.splash import computed_scores
 from jaxgpt.parallel.device import (
     PEAKS,

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import check_count, check_value, short_repr
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.data.dataset import encode_whole
@@ -21,7 +20,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.interventions.model import EditedGPT, forward, place_shapes, stream_names, unroll
 from jaxgpt.layers.block import Block, Compute
 from jaxgpt.layers.norm import LayerNorm, RMSNorm
-from jaxgpt.model import GPT
+from jaxgpt.model import GPT, GPTConfig
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import Run
 from jaxgpt.runs.resume import reopen_dataset

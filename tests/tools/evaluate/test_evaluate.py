@@ -9,9 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxgpt.config import DataConfig
 from jaxgpt.data.conversations import read_messages
-from jaxgpt.data.dataset import prepare
+from jaxgpt.data.dataset import DataConfig, prepare
 from jaxgpt.data.pipeline import Tokens, validation_batches
 from jaxgpt.data.template import PLAIN
 from jaxgpt.data.tokenizer import ByteTokenizer

@@ -8,8 +8,8 @@ import json
 
 import pytest
 
-from jaxgpt.config.presets import gpt2
 from jaxgpt.parallel.device import PEAKS, attention_flops
+from jaxgpt.presets import gpt2
 from tests.conftest import REPOSITORY
 from tests.helpers import check_command
 

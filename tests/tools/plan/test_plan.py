@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from jaxgpt.cli.commands import parse_tokens
-from jaxgpt.config import Experiment, GPTConfig, ParallelConfig, TrainConfig
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import Experiment, ParallelConfig, TrainConfig
+from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.device import PEAKS, train_flops_per_token
 from jaxgpt.tools.plan import plan as plans
 from jaxgpt.tools.plan.hlo import Collective

@@ -13,10 +13,10 @@ pytest.importorskip("playwright", reason="playwright drives the browser: pip ins
 
 from playwright.sync_api import expect
 
-from jaxgpt.config import GPTConfig
 from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, IdTokenizer, train_bpe
 from jaxgpt.errors import UserError
 from jaxgpt.interventions import edit, zero
+from jaxgpt.model import GPTConfig
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.tools.xray.live import hold, make_page
 from jaxgpt.tools.xray.xray import capture_activations

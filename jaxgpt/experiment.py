@@ -1,135 +1,71 @@
-"""An experiment: data, objective, adapters and hardware, with architecture, optimiser and training loop."""
+"""An experiment: everything that determines the result of a run, and the hardware that computes it.
+
+One default, one place: nothing else in the package has a fallback for a field. The comment of a field is its help text
+on the command line. Architecture, data, optimiser, objective and adapters lie beside what they build.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from jaxgpt.config.model import GPTConfig
-from jaxgpt.config.training import MAX_NEW_TOKENS as MAX_NEW_TOKENS
-from jaxgpt.config.training import OptimConfig, TrainConfig
+from jaxgpt.config.serialize import Checked
 from jaxgpt.config.validate import (
     LARGEST_SIZE,
-    Checked,
     Interval,
+    NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     Size,
     nearest,
     short,
 )
+from jaxgpt.data.dataset import DataConfig
 from jaxgpt.errors import UserError
-
-if TYPE_CHECKING:
-    import jax
-    from flax import linen as nn
-
-    from jaxgpt.batch import Batch
-    from jaxgpt.data.pipeline import Dataset
-    from jaxgpt.loss import HeadLoss
-    from jaxgpt.train import LossFn
+from jaxgpt.lora import LoraConfig
+from jaxgpt.loss import ObjectiveConfig
+from jaxgpt.model import GPTConfig
+from jaxgpt.optim import OptimConfig
+from jaxgpt.sample import MAX_NEW_TOKENS
 
 AxisSize = Annotated[int, Interval(ge=-1, le=LARGEST_SIZE)]  # size of a mesh axis. -1 means the rest of the devices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig(Checked):
-    """The data and the tokenizer.
+class TrainConfig(Checked):
+    """The training loop. A step is one optimiser step, whatever the devices and the accumulation.
 
-    >>> DataConfig(path="chats.jsonl", tokenizer="byte").is_chat
-    True
+    >>> train = TrainConfig(steps=600, batch_size=16, eval_every=100)
     """
 
-    # built-in text: python-docs, shakespeare, sancho or quijote
-    corpus: str = "python-docs"
-    # your text: a UTF-8 file, a folder of .txt, .bin shards, .jsonl conversations, or a mixture a:0.7 b:0.3. None means corpus
-    path: str | None = None
-    tokenizer: str = "char"  # char, byte, bpe (trained on the text), ids, or the path of a tokenizer.json
-    bpe_vocab_size: Annotated[int, Interval(ge=257, le=LARGEST_SIZE)] = 4096  # tokens of a BPE trained on the text
-    # share of the characters of each file, or of all conversations, held out for validation: the last ones
-    val_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.1
+    steps: Annotated[int, Interval(ge=1, le=2_100_000_000)] = 1000  # number of optimiser steps, counted in 32 bits
+    batch_size: Size = 32  # sequences per optimiser step, over all devices and micro-batches
+    seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0  # seed of weights, data order and dropout
+    # run, or directory or Hub id of a model: start from its weights, tokenizer and architecture. dropout, remat,
+    # scan_layers and a shorter block_size may differ. None means random weights
+    init_from: str | None = None
+    # dtype of activations. auto is float32 on CPU, bfloat16 on GPU and TPU
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # attention kernel. auto is splash on TPU, cudnn on Nvidia GPUs, where shape and dropout allow, else plain. native is
+    # for CPUs, in C++, built by this machine's compiler on first use
+    attention: Literal["auto", "plain", "native", "xla", "cudnn", "splash"] = "auto"
+    log_every: PositiveInt = 10  # steps between lines of metrics.jsonl
+    log_layers: bool = False  # each line has the gradient norm of each layer as well: grad_norm/h_0
+    profile: str | None = None  # steps to trace by JAX's profiler into RUN/profile, such as 20:25. None means no steps
+    eval_every: PositiveInt = 250  # steps between validations. The last step has one too
+    eval_tokens: PositiveInt | None = None  # tokens per validation, spread evenly over the split. None means all
+    checkpoint_every: PositiveInt = 1000  # steps between checkpoints. The best validation and the end are kept as well
+    keep_last: PositiveInt = 2  # newest checkpoints kept besides the best. The second is read if the first is damaged
+    keep_every: PositiveInt | None = None  # checkpoints at multiples of this many steps stay. None means no such steps
+    sample_prompt: str = ""  # prompt of the sample at the end. An empty one means the tokenizer's start token
+    sample_tokens: Annotated[int, Interval(ge=0, le=LARGEST_SIZE)] = MAX_NEW_TOKENS  # tokens of the sample at the end
+    sample_temperature: NonNegativeFloat = 0.8  # temperature of the sample at the end
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("path", "tokenizer"):
-            if getattr(self, name) == "":
-                raise UserError(f"data.{name} is empty: name one, or leave the option out")
-
-    @property
-    def tokenizer_file(self) -> str | None:
-        """The path of a tokenizer.json, if `tokenizer` is one, else None."""
-        return None if self.tokenizer in ("char", "byte", "bpe", "ids") else self.tokenizer
-
-    @property
-    def is_chat(self) -> bool:
-        """Return whether each line is a conversation, a JSON object with a list of "messages"."""
-        return (self.path or self.corpus).endswith(".jsonl")
-
-    @property
-    def is_packed(self) -> bool:
-        """Return whether rows hold several documents, with only parts of them as targets."""
-        return self.is_chat
-
-    def open_dataset(self, model: GPTConfig, *, known: dict[str, Any] | None = None) -> Dataset:
-        """Return the dataset on which a model is trained.
-
-        known: the fingerprint that a run to resume has recorded. The dataset should have the same. Raises `UserError`
-        if there is nothing to train on.
-        """
-        from jaxgpt.data.dataset import prepare
-
-        return prepare(self, block_size=model.block_size, vocab_size=model.vocab_size, known=known)
-
-    def shape_batch(self, tokens_BT: jax.ShapeDtypeStruct) -> Batch:
-        """Return the shapes of a training batch, given the shapes of its tokens."""
-        import jax
-
-        from jaxgpt.batch import Batch
-
-        if not self.is_packed:
-            return Batch(tokens_BT, tokens_BT)
-        counted_BT = jax.ShapeDtypeStruct(tokens_BT.shape, bool, sharding=tokens_BT.sharding)
-        return Batch(tokens_BT, tokens_BT, counted_BT, tokens_BT)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig(Checked):
-    """What training minimises: the cross-entropy of the next token. A subclass may minimise something else.
-
-    >>> Experiment(name="mine", objective=ObjectiveConfig()).objective.unit
-    'nats per token'
-    """
-
-    unit = "nats per token"  #: unit of the validation loss. A subclass that validates with something else names it
-
-    def make_loss(self, model: nn.Module, *, head_loss: HeadLoss | None = None, label_smoothing: float = 0.0) -> LossFn:
-        """Return the loss: (params, batch, key) -> (summed loss, number of targets, metrics). Arguments: `loss.make_loss`."""
-        from jaxgpt.loss import make_loss
-
-        return make_loss(model, head_loss=head_loss, label_smoothing=label_smoothing)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoraConfig(Checked):
-    """Low-rank adapters (arXiv:2106.09685). With a rank, only they are trained, on the weights of train.init_from.
-
-    >>> tuned = Experiment(name="tuned", lora=LoraConfig(rank=8), train=TrainConfig(init_from="gpt2"))
-    """
-
-    rank: Size | None = None  # rank of the adapters. None means no adapters, all parameters are trained
-    alpha: PositiveFloat = 16.0  # the output of an adapter is multiplied by alpha / rank
-    # the matrices of a block that have an adapter: q, k, v, c_fc, c_gate, c_proj (in attention and in the MLP)
-    targets: tuple[str, ...] = ("q", "v")
-    # dtype of the blocks' frozen matrices in training. int8 takes a quarter of float32's memory. The matrices are
-    # rounded once. Training, `sample` and merged exports all use the rounded ones (arXiv:2305.14314 uses 4 bits)
-    frozen: Literal["float32", "int8"] = "float32"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.targets:
-            raise UserError("lora.targets is empty: name matrices that shall have adapters, such as q v")
+        if self.init_from == "":
+            raise UserError("train.init_from is empty: name a run or a model, or leave the option out")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
