@@ -6,10 +6,11 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 
+from jaxgpt.config.serialize import suggest
 from jaxgpt.config.validate import check_count, short, to_python
 from jaxgpt.data.conversations import encode_messages, find_end_of_turn
 from jaxgpt.data.template import ChatTemplate, find_template
@@ -36,6 +37,30 @@ from jaxgpt.sample.score import LogLikelihood, Score, loglikelihood, score_texts
 from jaxgpt.train import Params
 
 STOP_STRINGS_EVERY = 32  # tokens between searches for stop strings
+
+
+class SampleOptions(TypedDict, total=False):
+    """Options of `Run.sample` and `Run.stream`: those of `Sampling`, and how a completion begins and ends."""
+
+    max_new_tokens: int  # most tokens of a completion. 400 unless given
+    seed: int  # the same seed gives the same text. 0 unless given
+    # divisor of the logits. None means the experiment's `train.sample_temperature`
+    temperature: float | None
+    top_k: int | None  # see `Sampling`
+    top_p: float | None  # see `Sampling`
+    min_p: float | None  # see `Sampling`
+    repetition_penalty: float | None  # see `Sampling`
+    frequency_penalty: float | None  # see `Sampling`
+    presence_penalty: float | None  # see `Sampling`
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]  # see `Sampling`
+    greedy: bool  # see `Sampling`
+    stop: Sequence[str]  # texts. A completion ends before the first of them
+    chat: bool  # each prompt is a user's turn, and the completion the assistant's
+    cache_dtype: Precision | None  # see `Decoding`
+    slots: int | None  # see `Decoding`
+    schema: dict[str, Any] | None  # JSON Schema that the completion matches: see `compile_grammar`
+    regex: str | None  # expression, in Rust's syntax, that the whole completion matches
+    choices: Sequence[str] | None  # texts, of which the completion is one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,111 +120,64 @@ class Run:
         loss = "not measured" if self.val_loss is None else f"{self.val_loss:.4f} {self.experiment.objective.unit}"
         return f"Run({self.experiment.name}, {size}, step {self.step:,}, validation loss {loss}, in {self.directory})"
 
-    def sample(
-        self,
-        prompt: str | list[str],
-        *,
-        max_new_tokens: int = MAX_NEW_TOKENS,
-        seed: int = 0,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        frequency_penalty: float | None = None,
-        presence_penalty: float | None = None,
-        logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = (),
-        greedy: bool = False,
-        stop: Sequence[str] = (),
-        chat: bool = False,
-        cache_dtype: Precision | None = None,
-        slots: int | None = None,
-        schema: dict[str, Any] | None = None,
-        regex: str | None = None,
-        choices: Sequence[str] | None = None,
-    ) -> str | list[str]:
+    def sample(self, prompt: str | list[str], **options: Unpack[SampleOptions]) -> str | list[str]:
         """Return the completion of a prompt, without the prompt, or a list of completions of a list of prompts.
 
-        It ends after `max_new_tokens`, at the end-of-text token, at an eos_token_id of an imported model, or before one
-        of the strings in `stop`. It depends on the prompt and the seed, not on the other prompts. An empty prompt means
-        the end-of-text token, a newline, or token 0: the first of them that exists.
+        It ends after `max_new_tokens`, at the end-of-text token, at an eos_token_id of an imported model, or before
+        one of the strings in `stop`. It depends on the prompt and the seed, not on the other prompts. An empty prompt
+        means the end-of-text token, a newline, or token 0: the first of them that exists.
 
-        See `Sampling` for `temperature` to `greedy`. No temperature means the experiment's `train.sample_temperature`.
-        See `Decoding` for `cache_dtype` and `slots`. With `chat` each prompt is a user's turn, and the completion the assistant's.
-        `schema` (of JSON), `regex` or `choices` say what the completion must match: see `compile_grammar`.
+        options: see `SampleOptions`.
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         if not prompts:
             raise UserError("no prompts: give a text, or a list of at least one")
-        sampling = Sampling(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            frequency_penalty=frequency_penalty,
-            presence_penalty=presence_penalty,
-            logit_bias=tuple(dict(logit_bias).items()),
-            greedy=greedy,
-        )
-        key, every = jax.random.key(check_count("seed", seed, 0, 2**32 - 1)), STOP_STRINGS_EVERY if stop else None
-        grammar = compile_grammar(self.tokenizer, schema=schema, regex=regex, choices=choices)
-        options = {"max_new_tokens": max_new_tokens, "cache_dtype": cache_dtype, "slots": slots, "grammar": grammar}
-        decoding = self._decoding(sampling, chat, **options)
-        ids = self.prompt_format.encode(prompts, chat)
-        contexts = [row if text or chat else [] for text, row in zip(prompts, ids, strict=True)]
-        batches = stream(*self.decode_params, ids, decoding, key=key, every=every)
+        stop = options.get("stop", ())
+        contexts, batches = self._generate(prompts, STOP_STRINGS_EVERY if stop else None, options)
         texts = join_texts(self.tokenizer, batches, contexts, stop)
         return texts[0] if isinstance(prompt, str) else texts
 
-    def stream(
-        self,
-        prompt: str,
-        *,
-        max_new_tokens: int = MAX_NEW_TOKENS,
-        every: int | None = 8,
-        seed: int = 0,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        frequency_penalty: float | None = None,
-        presence_penalty: float | None = None,
-        logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = (),
-        greedy: bool = False,
-        stop: Sequence[str] = (),
-        chat: bool = False,
-        cache_dtype: Precision | None = None,
-        slots: int | None = None,
-        schema: dict[str, Any] | None = None,
-        regex: str | None = None,
-        choices: Sequence[str] | None = None,
-    ) -> Iterator[str]:
+    def stream(self, prompt: str, *, every: int | None = 8, **options: Unpack[SampleOptions]) -> Iterator[str]:
         """Yield the completion that `sample` returns, in pieces as they are generated.
 
-        every: tokens in each piece but the first, which has one. None means one piece, at the end. For the other options
-        see `sample`.
+        Args:
+            prompt: a text.
+            every: tokens in each piece but the first, which has one. None means one piece, at the end.
+            options: see `SampleOptions`.
         """
-        sampling = Sampling(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            frequency_penalty=frequency_penalty,
-            presence_penalty=presence_penalty,
-            logit_bias=tuple(dict(logit_bias).items()),
-            greedy=greedy,
-        )
-        key = jax.random.key(check_count("seed", seed, 0, 2**32 - 1))
-        grammar = compile_grammar(self.tokenizer, schema=schema, regex=regex, choices=choices)
-        options = {"max_new_tokens": max_new_tokens, "cache_dtype": cache_dtype, "slots": slots, "grammar": grammar}
-        decoding = self._decoding(sampling, chat, **options)
-        ids = self.prompt_format.encode([prompt], chat)
-        batches = stream(*self.decode_params, ids, decoding, key=key, every=every)
+        (context,), batches = self._generate([prompt], every, options)
         new_ids = (batch[0] for batch in batches)
-        yield from iter_text(self.tokenizer, new_ids, stop, ids[0] if prompt or chat else ())
+        yield from iter_text(self.tokenizer, new_ids, options.get("stop", ()), context)
+
+    def _generate(
+        self, prompts: Sequence[str], every: int | None, options: SampleOptions
+    ) -> tuple[list[list[int]], Iterator[list[list[int]]]]:
+        """Return the ids before each completion, and an iterator of new ids: see `sample.engine.stream`."""
+        known = SampleOptions.__optional_keys__
+        for name in options:
+            if name not in known:
+                raise UserError(f"unknown option {name}{suggest(name, known)}")
+
+        given: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS, "seed": 0, "chat": False, **options}
+        given["logit_bias"] = tuple(dict(given.get("logit_bias", ())).items())
+        if given.get("temperature") is None:
+            given["temperature"] = self.experiment.train.sample_temperature
+
+        def pick(*names: str) -> dict[str, Any]:
+            return {name: given[name] for name in names if name in given}
+
+        chat = given["chat"]
+        key = jax.random.key(check_count("seed", given["seed"], 0, 2**32 - 1))
+        decoding = Decoding(
+            sampling=Sampling(**pick(*Sampling.__dataclass_fields__)),
+            stop_tokens=self.prompt_format.stop_tokens(chat),
+            vocab_size=self.tokenizer.vocab_size,
+            grammar=compile_grammar(self.tokenizer, **pick("schema", "regex", "choices")),
+            **pick("max_new_tokens", "cache_dtype", "slots"),
+        )
+        ids = self.prompt_format.encode(prompts, chat)
+        contexts = [row if text or chat else [] for text, row in zip(prompts, ids, strict=True)]
+        return contexts, stream(*self.decode_params, ids, decoding, key=key, every=every)
 
     def score(self, texts: list[str]) -> list[Score]:
         """Return how well the model predicts each text: see `sample.score`."""
@@ -235,13 +213,6 @@ class Run:
     def prompt_format(self) -> PromptFormat:
         """Return the format of the run's prompts."""
         return PromptFormat(self.metadata, self.tokenizer)
-
-    def _decoding(self, sampling: Sampling, chat: bool, **options: Any) -> Decoding:
-        """Return the options of decoding, with the experiment's temperature where none is given."""
-        if sampling.temperature is None:
-            sampling = dataclasses.replace(sampling, temperature=self.experiment.train.sample_temperature)
-        stop_tokens, vocab_size = self.prompt_format.stop_tokens(chat), self.tokenizer.vocab_size
-        return Decoding(sampling=sampling, stop_tokens=stop_tokens, vocab_size=vocab_size, **options)
 
 
 def load(

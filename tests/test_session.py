@@ -101,6 +101,7 @@ def test_a_run_samples_streams_and_evaluates(run):
     [
         ({"max_new_tokens": 0}, "max_new_tokens=0: needs at least 1"),
         ({"seed": 2**32}, "seed=4294967296: needs at most 4,294,967,295"),
+        ({"temprature": 0.5}, r"unknown option temprature \(did you mean temperature\?\)"),
     ],
 )
 def test_what_a_sample_refuses(run, how, said):

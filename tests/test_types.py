@@ -34,6 +34,7 @@ from jaxgpt import Run, GPT
 jaxgpt.GPTConfig(n_layers=2)
 def f(run: Run): jaxgpt.generate(run.model, run.params, [[1]], key=jax.random.key(0), max_new_token=4)
 def g(run: Run): run.score("a")
+def h(run: Run): run.sample("a", max_new_token=4)
 fitted: int = jaxgpt.fit
 """
 

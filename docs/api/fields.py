@@ -1,11 +1,11 @@
-"""Fields of dataclasses and NamedTuples for the API reference: type in words, default and meaning."""
+"""Fields of dataclasses, NamedTuples and TypedDicts for the API reference: type in words, default and meaning."""
 
 import dataclasses
 import inspect
 import re
 import sys
 import types
-from typing import Annotated, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal, Union, get_args, get_origin, is_typeddict
 
 from jax.typing import DTypeLike
 from tyro._docstrings import get_field_docstring  # what `--help` reads: the comments of fields
@@ -48,6 +48,8 @@ def describe_default(field):
         return f"default ``{field.default_factory.__name__}()``"
     if default is missing:
         return "required"
+    if default is inspect.Parameter.empty:
+        return "optional"
     if callable(default):  # a function or a dtype
         name = getattr(default, "__qualname__", None) or default.dtype.name
         return "default a function" if "<" in name else f"default ``{name}``"
@@ -55,7 +57,9 @@ def describe_default(field):
 
 
 def find_fields(cls):
-    """Return the fields of a dataclass or NamedTuple, with name and default."""
+    """Return the fields of a dataclass, NamedTuple or TypedDict without required keys, with name and default."""
+    if is_typeddict(cls):
+        return [types.SimpleNamespace(name=name, default=inspect.Parameter.empty) for name in cls.__annotations__]
     if hasattr(cls, "_field_defaults"):
         missing = dataclasses.MISSING
         return [

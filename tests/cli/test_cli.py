@@ -22,6 +22,7 @@ from jaxgpt.data.dataset import DataConfig
 from jaxgpt.data.tokenizer import CharTokenizer, fingerprint
 from jaxgpt.experiment import TrainConfig
 from jaxgpt.presets import CONTEXT_OF_WEIGHTS, finetune, quickstart
+from jaxgpt.run import SampleOptions
 from tests.conftest import REPOSITORY
 from tests.helpers import chat_file, edit_record, run_command, script
 
@@ -94,7 +95,10 @@ def test_a_preset_on_the_users_conversations_ends_with_an_answer_to_one_that_it_
 
 @pytest.mark.parametrize(("typed", "turn"), [("Why?\nñ\n", "Why?\nñ"), (" x", " x")])
 def test_a_chat_without_a_prompt_reads_standard_input(monkeypatch, typed, turn):
-    run = types.SimpleNamespace(for_decoding=lambda weights, donate: run, sample=lambda prompts, **options: prompts)
+    def complete(prompts, **options):
+        return prompts if options.keys() == SampleOptions.__optional_keys__ else "an option is missing"
+
+    run = types.SimpleNamespace(for_decoding=lambda weights, donate: run, sample=complete)
     monkeypatch.setattr("jaxgpt.cli.sample.open_run", lambda *_: run)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
     assert sample("run", chat=True, num_samples=2).value == [{"prompt": turn, "text": turn}] * 2
