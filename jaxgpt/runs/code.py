@@ -1,7 +1,11 @@
 """Run the code of an experiment's own classes from a file, keep it in a run directory, and trust it by its digest.
 
-A file is run as `python FILE` runs it, except that its modules are called NAME@DIGEST in `sys.modules`: two versions of
-a module, or two files of one name, are there at the same time, and each class finds the module that it comes from.
+A file is run as `python FILE` runs it, except that the files that it imports are run first, and that its modules are
+called NAME@DIGEST in `sys.modules`: two versions of a module, or two files of one name, are there at the same time, and
+each class finds the module that it comes from.
+
+What is run are the bytes whose digest was compared, never the folder that they were read from: there Python would also
+find bytecode, libraries and links that no digest covers.
 """
 
 from __future__ import annotations
@@ -10,7 +14,6 @@ import ast
 import contextlib
 import dataclasses
 import hashlib
-import importlib.abc
 import inspect
 import itertools
 import os
@@ -18,8 +21,7 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib.machinery import ModuleSpec
-from importlib.util import decode_source, spec_from_file_location
+from importlib.util import decode_source
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +55,11 @@ class Code:
         return f"@{json_sha256(self.digests)[:16]}"
 
     def find(self, module: str) -> str | None:
-        """Return the file of a module: a.b is a/b/__init__.py or, if that is not there, a/b.py."""
+        """Return the file of a module: a.b is a/b/__init__.py, a/b.py or the program a.b.py, the first that is there."""
         path = module.replace(".", "/")
-        return next((name for name in (f"{path}/__init__.py", f"{path}.py") if name in self.files), None)
+        return next(
+            (name for name in (f"{path}/__init__.py", f"{path}.py", f"{module}.py") if name in self.files), None
+        )
 
 
 def collect(path: Path, module: str) -> Code:
@@ -64,25 +68,21 @@ def collect(path: Path, module: str) -> Code:
     module: its name, which says how many folders above it imports begin.
     """
     own, resolved = module.partition(".")[0], path.resolve()
-    folder = resolved.parents[module.count(".") + (path.name == "__init__.py")]
+    depth = 0 if module == resolved.stem else module.count(".") + (path.name == "__init__.py")
+    folder = resolved.parents[depth]
     is_installed = _is_installed(folder)  # all other packages are there too
-    files: dict[str, bytes] = {}
-
-    def add(name: str) -> None:
-        file = folder / name
-        is_named = file == resolved  # the user named it, so its faults are reported
-        if name in files or not (is_named or file.is_file()):
-            return
-        files[name] = read_bytes(file, LARGEST_FILE)
+    named = resolved.relative_to(folder).as_posix()
+    files, left = {}, [named]
+    while left:
+        name = left.pop()
+        if name in files or not (name == named or (folder / name).is_file()):  # the named file's absence is reported
+            continue
+        files[name] = read_bytes(folder / name, LARGEST_FILE)
         with contextlib.suppress(SyntaxError, ValueError):  # reported when it is run
-            for module in _imports(ast.parse(files[name]), name):
-                top = module.partition(".")[0]
-                if top == own or not (is_installed or _is_elsewhere(top)):
-                    places = list(itertools.accumulate(module.split("."), "{}/{}".format))
-                    for each in (*(f"{place}/__init__" for place in places), places[-1]):
-                        add(f"{each}.py")
-
-    add(resolved.relative_to(folder).as_posix())
+            for imported in _imports(ast.parse(files[name]), name):
+                if imported.partition(".")[0] == own or not (is_installed or _is_elsewhere(imported)):
+                    places = list(itertools.accumulate(imported.split("."), "{}/{}".format))
+                    left += [f"{places[-1]}.py", *(f"{place}/__init__.py" for place in places)]
     return Code(folder, files)
 
 
@@ -98,8 +98,9 @@ def _imports(tree: ast.Module, name: str) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def _is_elsewhere(top: str) -> bool:
-    """Return whether a name is jaxgpt's, the standard library's, or an installed package's that was imported."""
+def _is_elsewhere(module: str) -> bool:
+    """Return whether a module is jaxgpt's, the standard library's, or of an installed package that was imported."""
+    top = module.partition(".")[0]
     file = getattr(sys.modules.get(top), "__file__", None) or ""
     return top == "jaxgpt" or top in sys.stdlib_module_names or _is_installed(Path(file))
 
@@ -140,69 +141,67 @@ def name_with_place(owner: Any) -> str:
     return f"{place_of(owner)}{owner.__qualname__}"
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import modules of a `Code` under names of their own."""
+def _load(code: Code, module: str, path: Path | None = None) -> types.ModuleType:
+    """Return a module of code, run after its package unless it has been run. path: its file, as messages name it.
 
-    def __init__(self, code: Code):
-        """Take the code."""
-        self.code = code
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the spec of a module of this code, or of a folder without __init__.py."""
-        if _is_elsewhere(fullname.partition(".")[0]):
-            return None
-        file, inner = self.code.find(fullname), f"{fullname.replace('.', '/')}/"
-        if file is not None:
-            return spec_from_file_location(fullname, self.code.folder / file, loader=self)
-        is_folder = any(name.startswith(inner) for name in self.code.files)
-        return ModuleSpec(fullname, None, is_package=True) if is_folder else None
-
-    def is_package(self, fullname: str) -> bool:
-        """Return whether a module is a folder."""
-        return str(self.code.find(fullname)).endswith("__init__.py")
-
-    def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
-        """Return the module if another one of this code has imported it."""
-        return sys.modules.get(f"{spec.name}{self.code.tag}")
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        """Run a module's source, unless it has been run."""
-        if not module.__name__.endswith(self.code.tag):
-            _run_source(module, self.code, str(self.code.find(module.__name__)))
+    It stays in `sys.modules` as MODULE@DIGEST, and for import statements it is there as MODULE while `_hide` lasts.
+    """
+    package, _, last = module.rpartition(".")
+    parent = _load(code, package) if package else None
+    found = sys.modules.get(f"{module}{code.tag}")
+    if found is None:
+        found = _run(code, module, path)
+    elif not _is_elsewhere(module):
+        sys.modules[module] = found
+    if parent is not None:
+        setattr(parent, last, found)
+    return found
 
 
-def _run_source(module: types.ModuleType, code: Code, name: str) -> None:
-    """Run a file of code in a module, which from now on is in `sys.modules` under its name and the code's tag."""
-    module.__name__ += code.tag
-    sys.modules[module.__name__] = module
-    source = decode_source(code.files[name])
-    exec(compile(source, str(module.__file__), "exec", dont_inherit=True), vars(module))
-
-
-def _run_alone(code: Code, module: str, name: str, file: Path) -> types.ModuleType:
-    """Run a file of code as a module that is in no package, even if Python's library has one of its name."""
-    made = types.ModuleType(module)
-    made.__file__ = str(file)
-    _run_source(made, code, name)
+def _run(code: Code, module: str, path: Path | None) -> types.ModuleType:
+    """Run a module of code after the modules of code that it imports. One that fails does so where it is imported."""
+    name = code.find(module) or f"{module.replace('.', '/')}/__init__.py"  # a folder needs no such file
+    made, file = types.ModuleType(f"{module}{code.tag}"), str(path or code.folder / name)
+    made.__file__, made.__package__ = file, module.rpartition(".")[0]
+    if name.endswith("/__init__.py"):
+        made.__package__, made.__path__ = module, []
+    names = [made.__name__] if _is_elsewhere(module) else [made.__name__, module]
+    sys.modules.update(dict.fromkeys(names, made))
+    failed: dict[str | None, Exception] = {}
+    try:
+        tree = ast.parse(decode_source(code.files.get(name, b"")), file)
+        for imported in _imports(tree, name):
+            if code.find(imported) is not None and not _is_elsewhere(imported):
+                try:
+                    _load(code, imported)
+                except Exception as e:
+                    failed[imported] = e
+        exec(compile(tree, file, "exec", dont_inherit=True), vars(made))
+    except BaseException as e:
+        for each in names:
+            sys.modules.pop(each, None)
+        if isinstance(e, ModuleNotFoundError) and e.name in failed:
+            raise failed[e.name] from None
+        raise
     return made
 
 
 @contextlib.contextmanager
-def _importing(code: Code) -> Iterator[None]:
-    """Let imports find this code first. Afterwards only the names with its tag are left in `sys.modules`."""
+def _hide(code: Code) -> Iterator[None]:
+    """Hide modules of the names that this code has, such as another version's. Leave `sys.modules` and the path as before.
+
+    Only the modules with the code's tag stay.
+    """
     tops = {Path(name).parts[0].removesuffix(".py") for name in code.files}
 
     def take_away() -> dict[str, types.ModuleType]:
-        """Remove modules of this code's names, such as those from another folder, or of another version."""
         names = [name for name in sys.modules if name.partition(".")[0] in tops and not _is_elsewhere(name)]
         return {name: sys.modules.pop(name) for name in names if "@" not in name}
 
-    hidden, search_path, finder = take_away(), list(sys.path), _Finder(code)
-    sys.meta_path.insert(0, finder)
+    hidden, search_path = take_away(), list(sys.path)
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)
         sys.path[:] = search_path
         take_away()
         sys.modules.update(hidden)
@@ -226,12 +225,12 @@ def run_file(path: Path) -> types.ModuleType:
     It imports what `python FILE` can: modules of its folder first. What it prints goes to stderr.
     """
     with _one_line(path):
-        code = collect(path, path.stem)
-        name = path.resolve().relative_to(code.folder).as_posix()
-        with contextlib.redirect_stdout(sys.stderr), _importing(code):
+        module = path.resolve().stem
+        code = collect(path, module)
+        sys.modules.pop(f"{module}{code.tag}", None)  # each call runs it anew
+        with contextlib.redirect_stdout(sys.stderr), _hide(code):
             sys.path.insert(0, str(code.folder))  # whatever else Python finds in a program's folder
-            importlib.invalidate_caches()  # a module may have been written since the folder was last read
-            return _run_alone(code, path.stem, name, path)
+            return _load(code, module, path)
 
 
 def code_of(cls: type) -> Code | None:
@@ -342,14 +341,8 @@ def find_class(
             f"{directory} brings code of its own, {', '.join(digests)} (SHA-256 {digests[file][:12]}...), and you have not "
             f"trained with it on this machine: read it in {place}, then add --trust-code (trust_code=True) to run it"
         )
-    tagged = f"{module}{code.tag}"
-    if tagged not in sys.modules:
-        with _one_line(code.folder / file), contextlib.redirect_stdout(sys.stderr), _importing(code):
-            if "." in module:
-                importlib.import_module(module)
-            else:
-                _run_alone(code, module, file, code.folder / file)
-    found: Any = sys.modules[tagged]
+    with _one_line(code.folder / file), contextlib.redirect_stdout(sys.stderr), _hide(code):
+        found: Any = _load(code, module)
     for part in qualified.split("."):
         found = getattr(found, part, None)
     if not (isinstance(found, type) and issubclass(found, base)):

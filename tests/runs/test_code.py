@@ -50,7 +50,12 @@ experiment = Experiment(name="mine", model=model, data=data, train=TrainConfig(s
 """
 LAYER = """
 from flax import linen as nn
-from power import up
+
+def find_power():
+    from power import up
+    return up
+
+up = find_power()
 
 class Scaled(nn.Module):
     inner: nn.Module
