@@ -77,8 +77,9 @@ class Checkpoints:
             why = "a backslash or is not UTF-8, so that TensorStore would write elsewhere"
             raise UserError(f"{self._directory}: its path has {why}: rename that directory, or name another")
         self._keep_last, self._keep_every = keep_last, keep_every
-        self._writer: ocp.AsyncCheckpointer | None = None
-        self._pool = ThreadPoolExecutor(1)  # which has no thread before it has work
+        # Orbax calls back before it renames what it wrote, so a thread of our own waits for that, and takes the SHA-256,
+        # which would keep a step waiting. It starts with the first save.
+        self._pool = ThreadPoolExecutor(1)
         self._sealing: Future | None = None
 
     def steps(self) -> list[int]:
@@ -205,28 +206,27 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         self.wait()
-        if self._writer is None:
-            self._writer = ocp.AsyncCheckpointer(_handler(items))
-        partial, is_first = self._directory / f"{step}.saving", multihost.is_process_0()
+        partial, writer = self._directory / f"{step}.saving", ocp.AsyncCheckpointer(_handler(items))
         try:
-            if is_first:
+            if multihost.is_process_0():
                 partial.mkdir(parents=True)
             args = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
-            self._writer.save(_literal(partial / "state"), args=ocp.args.Composite(**args))
+            writer.save(_literal(partial / "state"), args=ocp.args.Composite(**args))
         except Exception as e:
             raise self._fail(step, e) from None
-        if is_first:
-            arrays = {PARAMS: {}, REST: {}} | {name: _describe(tree) for name, tree in items.items()}
-            about = {"format": FORMAT, "jaxgpt": version("jaxgpt"), "step": step}
-            about |= {"val_loss": _finite(val_loss), "arrays": arrays}
-            self._sealing = self._pool.submit(self._seal, partial, about)
+        arrays = {PARAMS: {}, REST: {}} | {name: _describe(tree) for name, tree in items.items()}
+        about = {"format": FORMAT, "jaxgpt": version("jaxgpt"), "step": step}
+        about |= {"val_loss": _finite(val_loss), "arrays": arrays}
+        self._sealing = self._pool.submit(self._seal, writer, partial, about)
 
-    def _seal(self, partial: Path, about: dict[str, Any]) -> None:
+    def _seal(self, writer: ocp.AsyncCheckpointer, partial: Path, about: dict[str, Any]) -> None:
         """Wait for the arrays, write the manifest, publish the checkpoint and remove old ones, in the background."""
         step = about["step"]
         try:
-            assert self._writer is not None
-            self._writer.wait_until_finished()
+            with writer:
+                writer.wait_until_finished()
+            if not multihost.is_process_0():
+                return
             about["files"] = _measure(partial)
             if lost := _find_unmerged(about):
                 raise FileNotFoundError(f"Orbax has not written {partial / lost}")
@@ -262,18 +262,13 @@ class Checkpoints:
         sealing, self._sealing = self._sealing, None
         if sealing is not None:
             sealing.result()
-        elif self._writer is not None and not multihost.is_process_0():
-            self._writer.wait_until_finished()
 
     def close(self) -> None:
-        """Wait for the last save and end the background threads. Raises `CheckpointSaveError` if it has failed."""
+        """Wait for the last save and end the background thread. Raises `CheckpointSaveError` if it has failed."""
         try:
             self.wait()
         finally:
             self._pool.shutdown()
-            if self._writer is not None:
-                with contextlib.suppress(Exception):  # a failed save, which `wait` has raised
-                    self._writer.close()
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """Restore a state without frozen parameters, which are not saved. like: its shapes, dtypes and shardings."""

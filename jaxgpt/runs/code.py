@@ -37,6 +37,10 @@ LARGEST_FILE = 2**22  # bytes
 _TRUSTED: list[bool] = []  # this process's, set by `trust_code`
 
 
+class CodeError(UserError):
+    """The code of a file or a run is missing, changed, not trusted, or fails."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Code:
     """Python files that belong together: the one that was named, and what it imports from its folder."""
@@ -209,14 +213,14 @@ def _hide(code: Code) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_line(path: Path) -> Iterator[None]:
-    """Turn what a user's file raises into a `UserError` of one line, with the place."""
+    """Turn what a user's file raises into a `CodeError` of one line, with the place."""
     try:
         yield
     except SyntaxError as e:
-        raise UserError(f"{e.filename or path}:{e.lineno or 1}: {e.msg}: repair the experiment file") from e
+        raise CodeError(f"{e.filename or path}:{e.lineno or 1}: {e.msg}: repair the experiment file") from e
     except (Exception, SystemExit) as e:
         said = str(e) if isinstance(e, UserError) else f"{type(e).__name__}: {e}: repair the experiment file"
-        raise UserError(f"{find_place(e) or f'{path}:1: '}{said}") from e
+        raise CodeError(f"{find_place(e) or f'{path}:1: '}{said}") from e
 
 
 def run_file(path: Path) -> types.ModuleType:
@@ -320,24 +324,22 @@ def find_class(
         trusted: run the code even if this user has not trained with it here.
 
     Raises:
-        UserError: there is no such class, or its code is not trusted. Nothing is run then.
+        CodeError: there is no such class, or its code is not trusted. Nothing is run then.
     """
     for cls in _subclasses(base):
-        if class_name(cls) == name:
-            code = code_of(cls)
-            if digests is None if code is None else digests is not None and code.digests.items() <= digests.items():
-                return cls
+        if class_name(cls) == name and _is_made_of(cls, digests):
+            return cls
     if digests is None:
-        raise UserError(f"class {short(name)} was defined in no file: define it again, then load the run")
+        raise CodeError(f"class {short(name)} was defined in no file: define it again, then load the run")
     code, place = read_code(directory), directory / FOLDER
     module, _, qualified = name.partition(":")
     if (file := code.find(module)) is None:
-        raise UserError(f"class {short(name)} is needed, and {place} does not have its file: put it there again")
+        raise CodeError(f"class {short(name)} is needed, and {place} does not have its file: put it there again")
     if code.digests != digests:
         changed = sorted(n for n in {*code.digests, *digests} if code.digests.get(n) != digests.get(n))
-        raise UserError(f"{place} is not the code that the run was trained with: restore {', '.join(changed)}")
+        raise CodeError(f"{place} is not the code that the run was trained with: restore {', '.join(changed)}")
     if not (trusted or _TRUSTED or (_trusted() / json_sha256(code.digests)).exists()):
-        raise UserError(
+        raise CodeError(
             f"{directory} brings code of its own, {', '.join(digests)} (SHA-256 {digests[file][:12]}...), and you have not "
             f"trained with it on this machine: read it in {place}, then add --trust-code (trust_code=True) to run it"
         )
@@ -346,8 +348,16 @@ def find_class(
     for part in qualified.split("."):
         found = getattr(found, part, None)
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise UserError(f"class {short(name)}: {place / file} has no subclass of {base.__name__} of that name")
+        raise CodeError(f"class {short(name)}: {place / file} has no subclass of {base.__name__} of that name")
     return found
+
+
+def _is_made_of(cls: type, digests: dict[str, str] | None) -> bool:
+    """Return whether the files of a class have these digests. None means that it is in no file."""
+    code = code_of(cls)
+    if code is None or digests is None:
+        return code is None and digests is None
+    return code.digests.items() <= digests.items()
 
 
 def check_same_code(experiment: Experiment, directory: Path, digests: dict[str, str] | None) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -24,7 +25,7 @@ from jaxgpt.errors import UserError, reason_of, shell_line
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import is_there, json_sha256, read_json, write_whole
 from jaxgpt.model import GPTConfig
-from jaxgpt.runs.code import find_class, keep_code, own_code
+from jaxgpt.runs.code import CodeError, find_class, keep_code, own_code
 
 if TYPE_CHECKING:  # 0.1 s to import
     import filelock
@@ -280,19 +281,10 @@ def read_metadata(directory: Path, *, trust_code: bool = False) -> RunMetadata:
     digests = record.get("code")
     if digests is not None and not (isinstance(digests, dict) and all(isinstance(x, str) for x in digests.values())):
         raise UserError(f"{path} is damaged: code={short(digests)} must be the SHA-256 of files")
-    untrusted: list[UserError] = []
-
-    def find(base: type, name: str) -> type:
-        try:
-            return find_class(base, name, directory, digests, trusted=trust_code)
-        except UserError as e:
-            untrusted.append(e)
-            raise
-
+    find = functools.partial(find_class, directory=directory, digests=digests, trusted=trust_code)
     try:
-        given = from_dict(Experiment, record.get("experiment"), "experiment.", find_class=find)
-        given = experiment = _without_addresses(given)
-        found = record.get("origin")
+        given = _without_addresses(from_dict(Experiment, record.get("experiment"), "experiment.", find_class=find))
+        experiment, found = given, record.get("origin")
         origin = None if found is None else from_dict(Origin, found, "origin.", find_class=find)
         if origin is not None:
             experiment = dataclasses.replace(experiment, model=origin.model)
@@ -310,9 +302,9 @@ def read_metadata(directory: Path, *, trust_code: bool = False) -> RunMetadata:
             device=str(record.get("device")),
             **{name: record.get(name) for name in ("vocab_size", "data", "imported", "command", "code")},
         )
+    except CodeError:
+        raise
     except UserError as e:
-        if untrusted:
-            raise
         raise UserError(f"{path} is damaged, or of another version: {e}") from None
 
 
