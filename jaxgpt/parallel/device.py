@@ -5,7 +5,6 @@ import dataclasses
 import math
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -125,7 +124,7 @@ def compute_options(
 ) -> ComputeOptions:
     """Choose float32 and plain attention on CPU, bfloat16 elsewhere, splash attention on TPU, cuDNN's on Nvidia GPUs.
 
-    On CPU a bfloat16 product is faster where `product_options` has ONEDNN. On GPU and TPU it is several times faster.
+    On CPU XLA converts a bfloat16 product to float32 first. On GPU and TPU it is several times faster.
 
     device: the first by default. is_packed: rows hold several documents, between which there must be no attention.
     required: raise `UserError` if the device cannot run the named kernel. False means that the kernel was named for
@@ -156,18 +155,6 @@ def compute_options(
         said += f" ({fused}: {why_not[fused]})"
     reason = f"{dtype}, {attention} attention{said}"
     return ComputeOptions(dtype=jnp.dtype(dtype), attention=attention, reason=reason)
-
-
-# XLA on CPU then hands products to oneDNN instead of YNNPACK, which converts bfloat16 to float32 first.
-ONEDNN = {"xla_cpu_experimental_onednn_custom_call": True, "xla_cpu_experimental_ynn_fusion_type": ""}
-
-
-def product_options(dtype: str, device: jax.Device) -> dict[str, Any] | None:
-    """Return XLA's options for steps with activations of this dtype: ONEDNN on a CPU that multiplies bfloat16."""
-    cpu = Path("/proc/cpuinfo")
-    if dtype != "bfloat16" or device.platform != "cpu" or not cpu.exists():
-        return None
-    return ONEDNN if {"avx512_bf16", "amx_bf16"} & set(cpu.read_text().split()) else None
 
 
 def _why_not_cudnn(device: jax.Device, dtype: str, model: GPTConfig) -> str | None:

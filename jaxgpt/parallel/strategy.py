@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -60,19 +59,15 @@ class Strategy:
     from_checkpoint: Callable[[Any], Any] = lambda state: state
 
 
-def make_single(devices: Sequence[jax.Device] | None = None, options: Mapping[str, Any] | None = None) -> Strategy:
-    """Return the strategy that runs the step on the first of `devices`, by default of this process's, by `jax.jit`.
-
-    options: XLA's for both steps, by name.
-    """
+def make_single(devices: Sequence[jax.Device] | None = None) -> Strategy:
+    """Return the strategy that runs the step on the first of `devices`, by default of this process's, by `jax.jit`."""
     device = (devices or jax.local_devices())[0]
-    jit = functools.partial(jax.jit, compiler_options=options)
     return Strategy(
         name=ONE_DEVICE,
         devices=(device,),
         state_shardings=lambda *_: SingleDeviceSharding(device),
-        jit_train_step=lambda step, _, __: jit(step, donate_argnums=0),
-        jit_eval_step=jit,
+        jit_train_step=lambda step, _, __: jax.jit(step, donate_argnums=0),
+        jit_eval_step=jax.jit,
     )
 
 

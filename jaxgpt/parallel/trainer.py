@@ -21,7 +21,7 @@ from jaxgpt.lora import freeze, init_adapters, join_adapters, thaw, thawed_shape
 from jaxgpt.loss import HeadLoss, ObjectiveConfig
 from jaxgpt.model import GPT
 from jaxgpt.optim import OptimConfig
-from jaxgpt.parallel.device import PEAKS, ComputeOptions, compute_options, count_parameters, product_options
+from jaxgpt.parallel.device import PEAKS, ComputeOptions, compute_options, count_parameters
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.pmap import make_pmap
 from jaxgpt.parallel.strategy import (
@@ -245,10 +245,7 @@ def choose_strategy(
             return make_pmap(devices)
         if devices is None and jax.process_count() > 1:
             raise UserError(f"parallel.strategy=single with {jax.process_count()} processes: take pmap or mesh")
-        if options := product_options(experiment.train.dtype, present[0]):
-            # No program is cached from now on: writing one of these has ended the process (jaxlib 0.11.2 and 0.12.0.1).
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
-        return make_single(devices, options)
+        return make_single(devices)
 
     def fit(config: ParallelConfig) -> tuple[Strategy, BatchSplit]:
         strategy = make(config)

@@ -9,10 +9,9 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxgpt.errors import UserError
-from jaxgpt.experiment import Experiment, TrainConfig
+from jaxgpt.experiment import TrainConfig
 from jaxgpt.model import GPTConfig
-from jaxgpt.parallel.device import PEAKS, check_memory, compute_options, first_device, memory_of, product_options
-from jaxgpt.parallel.trainer import make_trainer
+from jaxgpt.parallel.device import PEAKS, check_memory, compute_options, first_device, memory_of
 
 
 def device(platform, kind, capability=None):
@@ -113,18 +112,3 @@ def test_xla_allocates_three_quarters_of_an_absent_gpu(monkeypatch):
         memory("NVIDIA H200", XLA_CLIENT_MEM_FRACTION="most")
     monkeypatch.delattr("os.sysconf")  # as Windows, where training is not checked against it
     assert memory_of(jax.devices()[0]) is None
-
-
-def test_the_processors_products_in_bfloat16():
-    """A step in bfloat16 on a CPU with instructions for it has oneDNN's products, which must not enter the cache."""
-    cpu, least = jax.devices()[0], "jax_persistent_cache_min_compile_time_secs"
-    if product_options("bfloat16", cpu) is None or jax.__version__ < "0.11":
-        pytest.skip("no instructions for bfloat16, or jaxlib keeps its own products")
-    assert product_options("float32", cpu) is None
-    for dtype, has in (("bfloat16", True), ("float32", False)):
-        model = GPTConfig(vocab_size=64, block_size=32, n_layer=1, n_head=2, n_embd=64)  # smaller products stay
-        experiment = Experiment(name="tiny", model=model, train=TrainConfig(batch_size=8, dtype=dtype))
-        trainer = make_trainer(experiment, [cpu])
-        assert ("onednn" in trainer.lower().compile().as_text()) == has, dtype
-    assert getattr(jax.config, least) == float("inf")
-    jax.config.update(least, 0.1)
