@@ -75,8 +75,8 @@ class ParallelConfig(Checked):
     >>> parallel = ParallelConfig(strategy="mesh", fsdp=4, micro_batch_size=8)
     """
 
-    # auto is single, or pmap with several devices. single is one device. pmap has a model replica per device. mesh has
-    # data x fsdp x tensor devices, where fsdp and tensor shard the model
+    # auto is single, or pmap with several devices, and reads no size of a mesh. single is one device. pmap has a model
+    # replica per device. mesh has data x fsdp x tensor devices, where fsdp and tensor shard the model
     strategy: Literal["auto", "single", "pmap", "mesh"] = "auto"
     data: AxisSize = -1  # mesh: groups of devices that share the batch, each with a full model. -1 means the rest
     fsdp: AxisSize = 1  # mesh: devices that shard batch, parameters and optimiser state. -1 means the rest

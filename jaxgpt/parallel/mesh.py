@@ -79,7 +79,8 @@ def make_mesh(devices: Sequence[jax.Device], config: ParallelConfig, model: GPTC
     known = config.data * config.fsdp * config.tensor  # negative: one of them is -1
     rest, left_over = divmod(len(devices), abs(known))
     if left_over or (known > 0 and rest > 1):
-        remedy = f"each size must divide {len(devices)}, and at most one may be -1 (the devices that the others leave)"
+        rule = f"each size must divide {len(devices)}, and at most one may be -1 (the devices that the others leave)"
+        remedy = f"{rule}. Or take --parallel.strategy auto"
         raise UserError(f"parallel {given} does not make the {len(devices)} devices there are: {remedy}")
     sizes = {name: rest if n == -1 else n for name, n in sizes.items()}
     if sizes["data"] % config.slices:

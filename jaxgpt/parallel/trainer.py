@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ import optax
 from jaxgpt.batch import Batch
 from jaxgpt.config.validate import short_repr
 from jaxgpt.errors import UserError
-from jaxgpt.experiment import Experiment, ParallelConfig
+from jaxgpt.experiment import Experiment
 from jaxgpt.head_loss import chunked_next_token_loss, fused_next_token_loss
 from jaxgpt.layers.block import NO_SHARDING, Compute
 from jaxgpt.lora import freeze, init_adapters, join_adapters, thaw, thawed_shapes, with_adapters
@@ -60,7 +59,7 @@ class Trainer:
     eval_params: Callable[[TrainState], Params] | None  # see `OptimConfig`. None means the trained ones
     abstract_state: TrainState  # shapes and shardings to restore checkpoints with
     abstract_batch: Batch  # shapes and shardings of a training batch
-    fallback: str | None  # message if the strategy is not the recorded one
+    fallback: str | None = None  # not used any more
     __repr__ = short_repr
 
     def merged_params(self, state: TrainState) -> Params:
@@ -84,15 +83,15 @@ class Trainer:
 def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: Experiment | None = None) -> Trainer:
     """Build the model, the optimiser and the compiled steps of an experiment. Its vocabulary size must be set.
 
-    recorded: the experiment that a resumed run was started with, perhaps on other hardware. A kernel or strategy that
-    has not changed since is replaced if these devices do not support it. None means a new run. Raises `UserError` if sizes
-    do not divide over the devices, or if these do not support what is asked for.
+    recorded: the experiment that a resumed run was started with, perhaps on other hardware. An attention kernel that has
+    not changed since is replaced if these devices do not support it. None means a new run. Raises `UserError` if sizes do
+    not divide over the devices, or if these do not support what is asked for.
     """
     train, lora = experiment.train, experiment.lora
     device = None if devices is None else devices[0]
     required = recorded is None or train.attention != recorded.train.attention
     options = compute_options(experiment.model, train, device, is_packed=experiment.data.is_packed, required=required)
-    strategy, split, fallback = choose_strategy(experiment, devices, recorded=recorded)
+    strategy, split = choose_strategy(experiment, devices)
     head_loss = choose_head_loss(experiment, strategy)
     attention_fn = strategy.shard_attention(options.attention_fn)
     model = experiment.model.make_model(Compute(options.dtype, attention_fn, strategy.sharding_hooks))
@@ -149,7 +148,6 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
         eval_params=None if type(experiment.optim).eval_params is OptimConfig.eval_params else jax.jit(eval_params),
         abstract_state=with_shardings(shapes, strategy.checkpoint_sharding or shardings),
         abstract_batch=experiment.data.shape_batch(tokens),
-        fallback=fallback,
     )
 
 
@@ -224,39 +222,21 @@ def choose_head_loss(experiment: Experiment, strategy: Strategy) -> HeadLoss | N
     return functools.partial(chunked_next_token_loss, chunk=parallel.loss_chunk)
 
 
-def choose_strategy(
-    experiment: Experiment, devices: Devices = None, *, recorded: Experiment | None = None
-) -> tuple[Strategy, BatchSplit, str | None]:
-    """Return the strategy, the split of a batch, and a message if the strategy is not the recorded one, or None.
-
-    `recorded` is as in `make_trainer`: its strategy, if it does not fit these devices, is replaced by auto. Raises
-    `UserError` if no permitted strategy fits.
-    """
-    present = jax.devices() if devices is None else devices
-
-    def make(config: ParallelConfig) -> Strategy:
-        name, sizes = config.strategy, {field: getattr(config, field) for field in ("data", "fsdp", "tensor", "slices")}
-        if name == "mesh":
-            return make_mesh(present, config, experiment.model)
-        if tuple(sizes.values()) != (-1, 1, 1, 1):
-            given = ", ".join(f"{field}={size}" for field, size in sizes.items())
-            raise UserError(f"parallel.{given} need --parallel.strategy mesh, not {name}")
-        if name == "pmap" or (name == "auto" and len(present) > 1):
-            return make_pmap(devices)
-        if devices is None and jax.process_count() > 1:
-            raise UserError(f"parallel.strategy=single with {jax.process_count()} processes: take pmap or mesh")
-        return make_single(devices)
-
-    def fit(config: ParallelConfig) -> tuple[Strategy, BatchSplit]:
-        strategy = make(config)
-        return strategy, split_batch(experiment.train.batch_size, strategy.data_parallel_size, config)
-
-    given, layout = experiment.parallel, operator.attrgetter("strategy", "data", "fsdp", "tensor", "slices")
-    try:
-        return *fit(given), None
-    except UserError as e:
-        if recorded is None or layout(recorded.parallel) != layout(given):
-            raise
-        auto = dataclasses.replace(given, strategy="auto", data=-1, fsdp=1, tensor=1, slices=1)
-        strategy, split = fit(auto)
-        return strategy, split, f"{strategy.name} instead of the recorded strategy, which does not fit here: {e}"
+def choose_strategy(experiment: Experiment, devices: Devices = None) -> tuple[Strategy, BatchSplit]:
+    """Return the strategy and the split of a batch. Raises `UserError` if they do not fit the devices."""
+    parallel, present = experiment.parallel, jax.devices() if devices is None else devices
+    name = parallel.strategy
+    if name == "auto":  # whatever the sizes of a mesh: a run whose mesh does not fit these devices is resumed by it
+        name = "pmap" if len(present) > 1 else "single"
+    elif name != "mesh" and (parallel.data, parallel.fsdp, parallel.tensor, parallel.slices) != (-1, 1, 1, 1):
+        given = f"data={parallel.data}, fsdp={parallel.fsdp}, tensor={parallel.tensor}, slices={parallel.slices}"
+        raise UserError(f"parallel.{given} need --parallel.strategy mesh, not {name}")
+    if name == "mesh":
+        strategy = make_mesh(present, parallel, experiment.model)
+    elif name == "pmap":
+        strategy = make_pmap(devices)
+    elif devices is None and jax.process_count() > 1:
+        raise UserError(f"parallel.strategy=single with {jax.process_count()} processes: take pmap or mesh")
+    else:
+        strategy = make_single(devices)
+    return strategy, split_batch(experiment.train.batch_size, strategy.data_parallel_size, parallel)

@@ -68,7 +68,7 @@ def tokens(step: int) -> np.ndarray:
 
 
 class Run:
-    def __init__(self, name: str, optimizer: str, devices: int = 8, model=CONFIG, lora=NO_LORA, resumed: bool = False):
+    def __init__(self, name: str, optimizer: str, devices: int = 8, model=CONFIG, lora=NO_LORA):
         experiment = Experiment(
             name="eight",
             model=model,
@@ -77,7 +77,7 @@ class Run:
             lora=lora,
             parallel=STRATEGIES[name],
         )
-        self.trainer = make_trainer(experiment, jax.devices()[:devices], recorded=experiment if resumed else None)
+        self.trainer = make_trainer(experiment, jax.devices()[:devices])
         self.strategy, self.abstract_state = self.trainer.strategy, self.trainer.abstract_state
         self.state = None
 
@@ -223,15 +223,12 @@ def check_crossings() -> None:
     rest = Run("single", "adamw").run()[STEPS // 2 :]
     for name, devices, then, devices_then in (
         *(("pmap", 8, "single", 1), ("fsdp", 8, "pmap", 4), ("all", 8, "data", 2), ("single", 1, "all", 8)),
-        *(("pmap", 2, "fsdp", 8), ("data", 4, "pmap", 8), ("two slices", 8, "two slices", 4)),
+        *(("pmap", 2, "fsdp", 8), ("data", 4, "pmap", 8), ("two slices", 8, "pmap", 4)),
     ):
-        first, second = Run(name, "adamw", devices), Run(then, "adamw", devices_then, resumed=name == then)
+        first, second = Run(name, "adamw", devices), Run(then, "adamw", devices_then)
         first.run(0, STEPS // 2)
         first.hand_over(second, STEPS // 2)
         assert_equal(second.run(STEPS // 2), rest, f"{name} on {devices} -> {then} on {devices_then}")
-    assert second.trainer.fallback.startswith(
-        "pmap over 4 devices instead of the recorded strategy, which does not fit here: "
-    )
 
 
 def check_init() -> None:

@@ -163,9 +163,9 @@ def in_chunks(n):
         (arrange, dict(data=3), r"data=3 x fsdp=1 x tensor=1 does not make the 8 devices"),
         (arrange, dict(fsdp=3), "data=-1 x fsdp=3 x tensor=1 does not make the 8 devices"),
         (arrange, dict(fsdp=4, slices=4), "slices=4 does not divide parallel.data=2"),
-        (choose, dict(slices=2), "slices=2 need --parallel.strategy mesh, not auto"),
-        (choose, dict(fsdp=2), "need --parallel.strategy mesh"),
-        (choose, dict(strategy="mesh", fsdp=2), "does not make the 1 devices"),
+        (choose, dict(strategy="single", slices=2), "slices=2 need --parallel.strategy mesh, not single"),
+        (choose, dict(strategy="pmap", fsdp=2), "need --parallel.strategy mesh"),
+        (choose, dict(strategy="mesh", fsdp=2), "does not make the 1 devices .* Or take --parallel.strategy auto"),
         (divide, dict(tensor=8), r"n_head=12 does not divide over parallel.tensor=8: take model.n_head=8 or 16"),
         (divide, dict(config=GPTConfig(n_kv_head=2), tensor=4), "n_kv_head=2 does not divide over parallel.tensor=4"),
         (divide, dict(config=GPTConfig(vocab_size=103), tensor=2), "vocab_size=103 .* take model.vocab_size=102 or"),
@@ -187,9 +187,10 @@ def test_bad_sizes_are_told(call, how, message):
         call(**how)
 
 
-def test_auto_takes_one_device_plainly():
-    strategy, _, fallback = choose()
-    assert strategy.name == "one device" and fallback is None
+@pytest.mark.parametrize("sizes", [{}, {"data": 2, "fsdp": 4}])
+def test_auto_takes_one_device_whatever_mesh_is_recorded(sizes):
+    strategy, divided = choose(micro_batch_size=4, **sizes)
+    assert (strategy.name, divided.micro_batch_size) == ("one device", 4)
 
 
 @pytest.mark.parametrize(
@@ -200,16 +201,6 @@ def test_accumulation_follows_from_the_batch_and_the_devices(batch, shards, micr
     found = split_batch(batch, shards, ParallelConfig(micro_batch_size=micro))
     assert (found.micro_batch_size, found.grad_accum_steps) == expected
     assert found.micro_batch_size * shards * found.grad_accum_steps == batch
-
-
-def test_a_mesh_that_does_not_fit_is_resumed_by_auto():
-    """Not if the layout was just asked for, and the micro-batches stay."""
-    wide = Experiment(name="e", parallel=ParallelConfig(strategy="mesh", data=2, fsdp=4, micro_batch_size=4))
-    strategy, divided, told = choose_strategy(wide, recorded=wide)
-    assert (strategy.name, divided.micro_batch_size) == ("one device", 4)
-    assert told.startswith("one device instead of the recorded strategy, which does not fit here: parallel data=2 x")
-    with pytest.raises(UserError, match="does not make the 1 devices"):
-        choose_strategy(wide, recorded=dataclasses.replace(wide, parallel=ParallelConfig()))
 
 
 # Which loss a trainer takes

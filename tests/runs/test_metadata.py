@@ -76,12 +76,15 @@ def test_a_run_of_another_kernel_is_used_as_ever(trained, moved):
 
 
 def test_a_run_of_other_hardware_is_resumed_bit_for_bit(trained, moved, capsys):
-    """By its record, which names a kernel and a mesh that are not here: what is used instead is told. It is measured
-    and logged at other intervals now."""
+    """Its record names a kernel that is not here, and what is used instead is told. Its mesh is refused, or gives way
+    to auto. It is measured and logged at other intervals now."""
     run = moved(steps=[2], train={"attention": "cudnn"}, parallel=H200S)
     given = read_metadata(run).given
     train = dataclasses.replace(given.train, log_every=3, eval_every=2, sample_tokens=1)
-    resumed = fit(dataclasses.replace(given, train=train), run, progress=True)
+    with pytest.raises(UserError, match="data=1 x fsdp=8 .* does not make the 1 devices .*--parallel.strategy auto"):
+        fit(given, run, progress=False)
+    parallel = dataclasses.replace(given.parallel, strategy="auto")
+    resumed = fit(dataclasses.replace(given, train=train, parallel=parallel), run, progress=True)
     chex.assert_trees_all_equal(load(run, which="last").params, load(trained.directory, which="last").params)
     before = {line[0]: line[1:3] for line in logged(trained.directory) if line[1] is not None}
     steps = [step for step, loss, *_ in logged(run) if loss is not None]
@@ -91,7 +94,6 @@ def test_a_run_of_other_hardware_is_resumed_bit_for_bit(trained, moved, capsys):
     assert (resumed.val_loss, resumed.step) == min((val_loss, step) for step, val_loss in measured)
     told = "".join(capsys.readouterr())
     assert "float32, plain attention instead of cudnn (the device is cpu)" in told
-    assert "one device instead of the recorded strategy, which does not fit here: parallel data=1 x fsdp=8" in told
 
 
 def test_what_is_asked_for_now_is_taken_or_refused(moved):
