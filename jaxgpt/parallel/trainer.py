@@ -59,7 +59,6 @@ class Trainer:
     eval_params: Callable[[TrainState], Params] | None  # see `OptimConfig`. None means the trained ones
     abstract_state: TrainState  # shapes and shardings to restore checkpoints with
     abstract_batch: Batch  # shapes and shardings of a training batch
-    fallback: str | None = None  # not used any more
     __repr__ = short_repr
 
     def merged_params(self, state: TrainState) -> Params:
