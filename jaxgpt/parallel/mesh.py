@@ -1,7 +1,7 @@
-"""`jax.jit` over a mesh of devices, data x fsdp x tensor. The compiler inserts the collectives that shardings need.
+"""Run `jax.jit` over a mesh of devices, data x fsdp x tensor. The compiler inserts the collectives that shardings need.
 
-One table maps parameters to logical axes, another maps logical axes to mesh axes. Sequences are not sharded: that would
-need ring attention (arXiv:2310.01889), in which devices pass keys and values around. No sharding rule produces this.
+Sequences are not sharded: that would need ring attention (arXiv:2310.01889), in which devices pass keys and values
+around. No sharding rule produces this.
 """
 
 import functools
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
+import optax
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -29,36 +29,23 @@ from jaxgpt.train import Params, TrainState
 
 MESH_AXES = ("data", "fsdp", "tensor")
 BATCH_SPEC = P(("data", "fsdp"))  # rows of a batch: all devices of a tensor group read the same rows
+BOTH_SPEC = P(("tensor", "fsdp"))  # a vector over all heads or hidden units
+QK_NORM = r"(attn|cross)/[qk]_norm/scale"
 
-# Logical axes of each parameter, by the end of its path. Each parameter matches exactly one entry, which a test checks.
-PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
-    r"wte/embedding": ("vocab", "embed"),
-    r"wpe/embedding": (None, "embed"),
-    r"lm_head/kernel": ("embed", "vocab"),
-    r"(attn|cross)/[qkv]/kernel": ("embed", "heads"),
-    r"(attn|cross)/[qkv]/bias": ("heads_bias",),
-    r"(attn|cross)/c_proj/kernel": ("heads", "embed"),
-    r"mlp/(c_fc|c_gate)/kernel": ("embed", "mlp"),
-    r"mlp/(c_fc|c_gate)/bias": ("mlp_bias",),
-    r"mlp/c_proj/kernel": ("mlp", "embed"),
-    r"c_proj/bias": ("embed",),
-    r"(encoder_)?ln_\w+/(scale|bias)": ("embed",),
-    r"(attn|cross)/[qk]_norm/scale": (None,),  # [H], but for a norm over all heads: heads_bias
-}
-
-# Mesh axes of each logical axis.
+# The mesh axes of each parameter, by the end of its path. Each parameter matches exactly one entry, which a test checks.
 # fsdp shards each matrix along D, and the matrix is gathered when its layer runs (ZeRO, arXiv:1910.02054).
 # tensor shards the computation: each device has some of the heads, hidden units and vocabulary, and only sums over
 # them are all-reduced (Megatron, arXiv:1909.08053).
-RULES = [
-    ("embed", "fsdp"),
-    ("heads", "tensor"),
-    ("mlp", "tensor"),
-    ("vocab", "tensor"),
-    ("heads_bias", ("tensor", "fsdp")),
-    ("mlp_bias", ("tensor", "fsdp")),
-    ("layers", None),  # all devices run the same block at a time
-]
+PARAMETER_SPECS = {
+    r"wte/embedding": P("tensor", "fsdp"),
+    r"wpe/embedding": P(None, "fsdp"),
+    r"lm_head/kernel": P("fsdp", "tensor"),
+    r"((attn|cross)/[qkv]|mlp/c_(fc|gate))/kernel": P("fsdp", "tensor"),
+    r"((attn|cross)/[qkv]|mlp/c_(fc|gate))/bias": BOTH_SPEC,
+    r"(attn|cross|mlp)/c_proj/kernel": P("tensor", "fsdp"),
+    r"c_proj/bias|(encoder_)?ln_\w+/(scale|bias)": P("fsdp"),
+    QK_NORM: P(None),  # [H], but for a norm over all heads: BOTH_SPEC
+}
 
 # XLA for GPUs combines the gathers of a layer's parameters into one of up to 30 MB, and the layer waits for all of it
 # before its first product. Combined up to 4 MiB only, the gathers of later matrices overlap the first products: of
@@ -69,7 +56,7 @@ GPU_OPTIONS = {"xla_gpu_all_gather_combine_threshold_bytes": 4 * 2**20}
 
 
 def make_mesh(devices: Sequence[jax.Device], config: ParallelConfig, model: GPTConfig) -> Strategy:
-    """Return the strategy that runs one program over a mesh, by `jax.jit`, with arrays sharded by `RULES`.
+    """Return the strategy that runs one program over a mesh, by `jax.jit`, with sharded arrays.
 
     At most one of the sizes in `config` is -1. Only the axis `data` extends over several slices. The sizes of `model`
     must divide over the axes. Raises `UserError` if these or the sizes do not fit the devices or their slices.
@@ -136,17 +123,16 @@ def make_mesh(devices: Sequence[jax.Device], config: ParallelConfig, model: GPTC
 
 def check_divisible(model: GPTConfig, sizes: Mapping[str, int]) -> None:
     """Raise `UserError` unless every logical axis divides over its devices: otherwise JAX replicates the array."""
-    model, both = model.explicit(), "fsdp x tensor"
-    assert model.n_kv_head and model.head_dim and model.mlp_dim
+    shape, both = model.shape, "fsdp x tensor"
     counts = dict(sizes) | {both: sizes["fsdp"] * sizes["tensor"]}
     checks = {("n_embd", "fsdp"): model.n_embd, ("n_head", "tensor"): model.n_head}
-    checks |= {("n_kv_head", "tensor"): model.n_kv_head, ("mlp_dim", "tensor"): model.mlp_dim}
+    checks |= {("n_kv_head", "tensor"): shape.n_kv_head, ("mlp_dim", "tensor"): shape.mlp_dim}
     checks["vocab_size", "tensor"] = model.vocab_size or 0
-    if model.qkv_bias or (model.qk_norm and model.qk_norm_over == "heads"):  # vectors, sharded over both axes
-        checks["n_head x head_dim", both] = model.n_head * model.head_dim
-        checks["n_kv_head x head_dim", both] = model.n_kv_head * model.head_dim
+    if shape.qkv_bias or (model.qk_norm and model.qk_norm_over == "heads"):  # vectors, sharded over both axes
+        checks["n_head x head_dim", both] = model.n_head * shape.head_dim
+        checks["n_kv_head x head_dim", both] = shape.n_kv_head * shape.head_dim
     if model.bias:
-        checks["mlp_dim", both] = model.mlp_dim
+        checks["mlp_dim", both] = shape.mlp_dim
     for (field, axis), size in checks.items():
         if size % (n := counts[axis]):
             near = near_multiples(size, n)
@@ -205,81 +191,77 @@ def _shard_attention(mesh: Mesh, attention_fn: AttentionFn) -> AttentionFn:
     return sharded_attention
 
 
-def parameter_axes(params: Params, config: GPTConfig) -> dict[str, Any]:
-    """Return a tree with the logical axes of each parameter as a P. The rank of adapters is not sharded.
+def find_spec(names: tuple[str, ...], ndim: int, config: GPTConfig) -> P | None:
+    """Return the mesh axes of a parameter, None if no entry of `PARAMETER_SPECS` has its name and rank.
 
-    P() means that no rule names the parameter: it belongs to a module of a user's own.
+    Adapters and the scales of int8 matrices follow their kernel. The rank of adapters is not sharded.
     """
-    rules = dict(PARAMETER_AXES)
-    if config.qk_norm_over == "heads":
-        rules[r"(attn|cross)/[qk]_norm/scale"] = ("heads_bias",)
-
-    def find_axes(path: tuple, x: Any) -> P:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        matrix = re.sub("(lora_[ab]|kernel_scale)$", "kernel", name)
-        found = [axes for rule, axes in rules.items() if re.fullmatch(f"(.*/)?{rule}", matrix)]
-        if not found or len(found[0]) > x.ndim:
-            return P()
-        [axes] = found
-        if name != matrix:
-            ends = {"lora_a": (axes[0], None), "lora_b": (None, axes[1]), "kernel_scale": (axes[1],)}
-            axes = ends[name.rpartition("/")[2]]
-        return P(*["layers"] * (x.ndim - len(axes)), *axes)  # scan_layers stacks the blocks
-
-    return jax.tree.map_with_path(find_axes, params)
+    kernel = re.sub("(lora_[ab]|kernel_scale)$", "kernel", "/".join(names))
+    specs = PARAMETER_SPECS | ({QK_NORM: BOTH_SPEC} if config.qk_norm_over == "heads" else {})
+    spec = next((spec for pattern, spec in specs.items() if re.fullmatch(f"(.*/)?({pattern})", kernel)), None)
+    if spec is None:
+        return None
+    if names[-1] == "lora_a":
+        spec = P(spec[0], None)
+    elif names[-1] == "lora_b":
+        spec = P(None, spec[1])
+    elif names[-1] == "kernel_scale":
+        spec = P(spec[1])
+    stacked = ndim - len(spec)  # scan_layers stacks the blocks, and all devices run the same block at a time
+    return P(*[None] * stacked, *spec) if stacked >= 0 else None
 
 
 def _shard_params(mesh: Mesh, params: Params, config: GPTConfig) -> Any:
-    """Return the sharding of each parameter: by `parameter_axes`, and where that says nothing by the configuration."""
-    axes = parameter_axes(params, config)
+    """Return the sharding of each parameter: by `find_spec`, and where that says nothing by the configuration."""
 
-    def shard(path: tuple, x: Any, axes: P, sharding: NamedSharding) -> NamedSharding:
-        names = _names(path)
-        if len(axes) and _divides(mesh, sharding.spec, x.shape):
-            return sharding
-        if len(spec := config.shard_parameter(names, x.shape, fsdp=mesh.shape["fsdp"])) > x.ndim:
-            raise UserError(f"shard_parameter says {spec} of {'/'.join(names)}, whose shape is {x.shape}")
-        if not _divides(mesh, P(*spec), x.shape):
-            raise UserError(
-                f"shard_parameter says {spec} of {'/'.join(names)}: {x.shape} does not divide over {mesh.shape}"
-            )
-        return NamedSharding(mesh, P(*spec))
+    def shard(path: tuple, x: Any) -> NamedSharding:
+        names = tuple(entry.key for entry in path)
+        spec = find_spec(names, x.ndim, config)
+        if spec is None or not _divides(mesh, spec, x.shape):
+            spec = P(*config.shard_parameter(names, x.shape, fsdp=mesh.shape["fsdp"]))
+            if not _divides(mesh, spec, x.shape):
+                problem = f"{x.shape} does not divide over {dict(mesh.shape)}"
+                raise UserError(f"shard_parameter says {tuple(spec)} of {'/'.join(names)}: {problem}")
+        return NamedSharding(mesh, spec)
 
-    return jax.tree.map_with_path(shard, params, axes, nn.logical_to_mesh_sharding(axes, mesh, RULES))
+    return jax.tree.map_with_path(shard, params)
 
 
 def _divides(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> bool:
-    """Return whether each axis of a shape is divisible over its devices."""
+    """Return whether a shape has the axes of a spec, and each is divisible over its devices."""
     over = [axes if isinstance(axes, tuple) else (axes,) for axes in spec]
     sizes = [math.prod(mesh.shape[axis] for axis in axes if axis is not None) for axes in over]
-    return all(n % size == 0 for n, size in zip(shape, sizes, strict=False))
+    return len(spec) <= len(shape) and all(n % size == 0 for n, size in zip(shape, sizes, strict=False))
 
 
-def _state_shardings(mesh: Mesh, state: TrainState, config: GPTConfig) -> TrainState:
-    """Return a NamedSharding for each array of a state. The optimiser's arrays are sharded like their parameters.
+def _state_shardings(
+    mesh: Mesh, state: TrainState, config: GPTConfig, optimizer: optax.GradientTransformation
+) -> TrainState:
+    """Return a sharding for each array of a state, which holds shapes.
 
-    An optimiser's array belongs to a parameter if it has its shape, and its names one after the other in its path.
-
-    `state` holds shapes, and `config` is the model's.
+    What the optimiser keeps for a parameter is sharded like it if it has its shape. All else is replicated.
     """
     params = _shard_params(mesh, state.params, config)
     frozen_params = None if state.frozen_params is None else _shard_params(mesh, state.frozen_params, config)
-    replicated, places = NamedSharding(mesh, P()), {}
-    for (path, x), sharding in zip(jax.tree.leaves_with_path(state.params), jax.tree.leaves(params), strict=True):
-        places[_names(path), x.shape] = sharding
+    replicated = NamedSharding(mesh, P())
 
-    def shard(path: tuple, x: Any) -> NamedSharding:
-        names = _names(path)
-        parts = ((names[start:end], x.shape) for start in range(len(names)) for end in range(start, len(names) + 1))
-        return next((places[part] for part in parts if part in places), replicated)
+    def follow(kept: Any, params: Any, shardings: Any) -> Any:
+        """Return the shardings of what an optimiser keeps for parameters. It may keep several arrays for one, or none."""
+        if isinstance(kept, dict) and isinstance(params, dict):
+            return {name: follow(kept[name], params[name], shardings[name]) for name in kept}
+        return jax.tree.map(lambda x: shardings if x.shape == params.shape else replicated, kept)
 
-    opt_state = jax.tree.map_with_path(shard, state.opt_state)
+    opt_state = optax.tree.map_params(
+        optimizer.init,
+        follow,
+        state.opt_state,
+        state.params,
+        params,
+        transform_non_params=lambda _: replicated,
+        is_leaf=lambda _: True,  # `follow` takes the trees as a whole
+    )
     counters: Any = {"step": replicated, "skipped": replicated, "in_a_row": replicated}
     return TrainState(params=params, opt_state=opt_state, frozen_params=frozen_params, **counters)
-
-
-def _names(path: tuple) -> tuple[str, ...]:
-    return tuple(str(getattr(entry, "key", entry)) for entry in path)
 
 
 def _free_axes(mesh: Mesh) -> tuple[Mesh | AbstractMesh, tuple[str, ...]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxgpt.batch import Batch
@@ -41,8 +42,8 @@ class Strategy:
     sharding_hooks: ShardingHooks = NO_SHARDING  # for `GPT.sharding`
     shard_attention: Callable[[AttentionFn], AttentionFn] = lambda kernel: kernel  # -> a kernel for these devices
 
-    # (shapes of a state, the model's configuration) -> the state's shardings: one for all arrays, or a tree
-    state_shardings: Callable[[TrainState, GPTConfig], Any]
+    # (shapes of a state, the model's configuration, optimizer) -> the state's shardings: one for all arrays, or a tree
+    state_shardings: Callable[[TrainState, GPTConfig, optax.GradientTransformation], Any]
     checkpoint_sharding: Sharding | None = None  # for all arrays of a checkpoint. None means the state's
 
     # Compile (step, the state's shardings, does the step add up micro-batches without dropout). The old state is donated.

@@ -109,7 +109,7 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     shapes = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0), None)
     if lora.rank is not None and experiment.model.is_foreign:
         _check_adapters(model, shapes.params)
-    shardings = jax.tree.broadcast(strategy.state_shardings(shapes, experiment.model), shapes)
+    shardings = jax.tree.broadcast(strategy.state_shardings(shapes, experiment.model, optimizer), shapes)
     make_loss = functools.partial(experiment.objective.make_loss, model, head_loss=head_loss)
     loss_fn, eval_fn = make_loss(label_smoothing=experiment.optim.label_smoothing), make_loss()
     if lora.rank is not None:

@@ -8,8 +8,10 @@ import types
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax.traverse_util import flatten_dict
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxgpt.errors import UserError
@@ -17,11 +19,22 @@ from jaxgpt.experiment import Experiment, ParallelConfig, TrainConfig
 from jaxgpt.head_loss import chunked_next_token_loss, fused_next_token_loss
 from jaxgpt.hf.families import FAMILIES
 from jaxgpt.layers.block import NO_SHARDING
-from jaxgpt.lora import LoraConfig, init_adapters
+from jaxgpt.lora import LoraConfig, freeze, init_adapters
 from jaxgpt.model import GPTConfig
-from jaxgpt.parallel.mesh import PARAMETER_AXES, check_divisible, count_slices, make_mesh, parameter_axes, split_slices
+from jaxgpt.optim import OptimConfig
+from jaxgpt.parallel.mesh import (
+    MESH_AXES,
+    PARAMETER_SPECS,
+    _state_shardings,
+    check_divisible,
+    count_slices,
+    find_spec,
+    make_mesh,
+    split_slices,
+)
 from jaxgpt.parallel.strategy import make_single, split_batch
 from jaxgpt.parallel.trainer import choose_head_loss, choose_strategy
+from jaxgpt.train import TrainState, init_skip_state
 from tests.helpers import TINY, check_command, needs
 from tests.hf.test_families import MODELS
 from tests.test_model import ARCHITECTURES
@@ -30,45 +43,78 @@ CONFIGS = {name: dataclasses.replace(TINY, **kind) for name, kind in ARCHITECTUR
 CONFIGS |= {f"{kind} of hf": FAMILIES[kind].read(MODELS[kind]) for kind in ("qwen3", "gemma3_text")}
 
 
+MESH = AbstractMesh((2, 2, 2), MESH_AXES)
+
+
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_every_parameter_has_exactly_one_rule(config):
     if config.global_every is None:
         config = dataclasses.replace(config, scan_layers=config.bias, tie_embeddings=not config.tie_embeddings)
-    params, lora = config.make_model().shapes(), LoraConfig(rank=1, targets=("q", "k", "v", "c_proj"))
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        matches = [axes for rule, axes in PARAMETER_AXES.items() if re.fullmatch(f"(.*/)?{rule}", name)]
-        assert len(matches) == 1 and x.ndim - len(matches[0]) == name.startswith("h/"), name
+    params, lora = config.make_model().shapes(), LoraConfig(rank=1, targets=("q", "k", "v", "c_proj"), frozen="int8")
+    for names, x in flatten_dict(params).items():
+        matches = [s for rule, s in PARAMETER_SPECS.items() if re.fullmatch(f"(.*/)?({rule})", "/".join(names))]
+        assert len(matches) == 1 and x.ndim - len(matches[0]) == (names[0] == "h"), names
     adapters = jax.eval_shape(functools.partial(init_adapters, lora), jax.random.key(0), params)
-    for tree in (params, adapters):
-        axes = parameter_axes(tree, config)
-        assert jax.tree.all(jax.tree.map(lambda x, spec: len(spec) == x.ndim, tree, axes))
+    frozen = jax.eval_shape(functools.partial(freeze, lora), params)
+    for tree in (params, adapters, frozen):
+        for names, x in flatten_dict(tree).items():
+            assert len(find_spec(names, x.ndim, config)) == x.ndim, names
 
 
 def test_the_axes_of_a_model():
     config = GPTConfig(vocab_size=8, n_layer=1, n_head=2, n_embd=8, qk_norm=True, norm="rmsnorm", activation="swiglu")
     config = dataclasses.replace(config, bias=False, qkv_bias=True, tie_embeddings=False, scan_layers=True)
-    found = flatten_dict(parameter_axes(config.make_model().shapes(), config), sep="/")
-    attn, mlp = "h/block/attn", "h/block/mlp"
-    for name, axes in {
-        "wte/embedding": P("vocab", "embed"),
-        "wpe/embedding": P(None, "embed"),
-        "lm_head/kernel": P("embed", "vocab"),
-        "ln_f/scale": P("embed"),
-        f"{attn}/q/kernel": P("layers", "embed", "heads"),
-        f"{attn}/v/bias": P("layers", "heads_bias"),
-        f"{attn}/c_proj/kernel": P("layers", "heads", "embed"),
-        f"{attn}/q_norm/scale": P("layers", None),
-        f"{mlp}/c_gate/kernel": P("layers", "embed", "mlp"),
-        f"{mlp}/c_proj/kernel": P("layers", "mlp", "embed"),
-    }.items():
-        assert found[name] == axes, name
+    attn, mlp, both = "h/block/attn", "h/block/mlp", ("tensor", "fsdp")
+    for name, ndim, spec in (
+        ("wte/embedding", 2, P("tensor", "fsdp")),
+        ("wpe/embedding", 2, P(None, "fsdp")),
+        ("lm_head/kernel", 2, P("fsdp", "tensor")),
+        ("ln_f/scale", 1, P("fsdp")),
+        (f"{attn}/q/kernel", 3, P(None, "fsdp", "tensor")),
+        (f"{attn}/v/bias", 2, P(None, both)),
+        (f"{attn}/c_proj/kernel", 3, P(None, "tensor", "fsdp")),
+        (f"{attn}/q_norm/scale", 2, P(None, None)),
+        (f"{mlp}/c_gate/kernel", 3, P(None, "fsdp", "tensor")),
+        (f"{mlp}/c_proj/kernel", 3, P(None, "tensor", "fsdp")),
+        ("h_0/mlp/c_fc/lora_a", 2, P("fsdp", None)),
+        ("h_0/mlp/c_fc/lora_b", 2, P(None, "tensor")),
+        ("h_0/mlp/c_proj/kernel_scale", 1, P("fsdp")),
+        ("h_0/router/kernel", 2, None),
+        ("h_0/mlp/c_fc/bias", 0, None),
+    ):
+        assert find_spec(tuple(name.split("/")), ndim, config) == spec, name
     over_heads = dataclasses.replace(config, qk_norm_over="heads")
-    norm = parameter_axes(over_heads.make_model().shapes(), over_heads)["h"]["block"]["attn"]["q_norm"]
-    assert norm == {"scale": P("layers", "heads_bias")}
-    adapters = {"h_0": {"mlp": {"c_fc": {"lora_a": jnp.zeros((8, 1)), "lora_b": jnp.zeros((1, 8))}}}}
-    axes = {"lora_a": P("embed", None), "lora_b": P(None, "mlp")}
-    assert parameter_axes(adapters, config) == {"h_0": {"mlp": {"c_fc": axes}}}
+    assert find_spec(("h", "block", "attn", "q_norm", "scale"), 2, over_heads) == P(None, both)
+
+
+def keep_pairs(params):
+    """Two arrays by name for each matrix, one of them of another shape, nothing for a vector, and a number."""
+    kept = jax.tree.map(lambda x: {"mean": x, "row": x[0]} if x.ndim == 2 else (), params)
+    return {"kept": kept, "count": jnp.zeros((), jnp.int32)}
+
+
+OWN = optax.chain(
+    optax.GradientTransformation(keep_pairs, lambda updates, state, params=None: (updates, state)),
+    optax.masked(optax.trace(0.9), lambda params: jax.tree.map_with_path(lambda path, _: path[0].key == "wte", params)),
+)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "own"])
+def test_an_optimisers_arrays_are_sharded_like_their_parameters(name):
+    config = dataclasses.replace(TINY, vocab_size=16)
+    params = config.make_model().shapes()
+    optimizer = OWN if name == "own" else OptimConfig(name=name).make_optimizer(10, model=config)
+    kept = jax.eval_shape(optimizer.init, params)
+    found = _state_shardings(MESH, TrainState(0, params, init_skip_state(kept)), config, optimizer)
+    shardings, followed = jax.tree.leaves(found.opt_state.inner_state), 0
+    for (path, x), sharding in zip(jax.tree.leaves_with_path(kept), shardings, strict=True):
+        keys, spec = [getattr(entry, "key", None) for entry in path], P()
+        for names, param in flatten_dict(params).items():
+            if x.shape == param.shape and any(tuple(keys[i : i + len(names)]) == names for i in range(len(keys))):
+                spec = find_spec(names, x.ndim, config)
+                followed += 1
+        assert sharding == NamedSharding(MESH, spec), path
+    assert followed
 
 
 # Slices
