@@ -18,7 +18,7 @@ from jaxgpt.config.validate import Count
 from jaxgpt.errors import UserError
 from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.block import Block, Compute
-from jaxgpt.layers.kernels.plain import plain_attention
+from jaxgpt.layers.kernels.plain import Scores, plain_attention
 from jaxgpt.layers.norm import RMSNorm
 from jaxgpt.layers.position import positions_from_segments
 from jaxgpt.layers.remat import remat
@@ -121,13 +121,10 @@ class CrossAttention(Attention):
             q_BTNH,
             k_BSKH,
             v_BSKH,
-            scale=self.scale,
-            softcap=self.softcap,
-            causal=False,
-            segments_BT=segments_BT,
-            key_segments_BS=source_segments_BS,
-            dropout=self.dropout,
+            Scores(self.scale, softcap=self.softcap, dropout=self.dropout),
             key=self.make_rng("dropout") if train and self.dropout else None,
+            causal=False,
+            mask_BNTS=segments_BT[:, None, :, None] == source_segments_BS[:, None, None, :],
         )
 
 

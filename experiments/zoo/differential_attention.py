@@ -30,7 +30,7 @@ import jaxgpt
 from jaxgpt import GPTConfig, UserError
 from jaxgpt.layers import RMSNorm
 from jaxgpt.layers.block import Compute
-from jaxgpt.layers.kernels.plain import plain_attention
+from jaxgpt.layers.kernels.plain import Scores, plain_attention
 from jaxgpt.layers.linear import Dense
 from jaxgpt.layers.position import rope
 
@@ -97,9 +97,10 @@ class DifferentialAttention(nn.Module):
         q_BTNH, k_BTNH, v_BTPX = self.project(
             x_BTD, jnp.arange(x_BTD.shape[1])[None] if positions_BT is None else positions_BT
         )
-        how: Any = {"scale": self.scale, "window": c.window(self.layer), "softcap": c.attention_softcap}
-        how |= {"dropout": c.dropout, "key": self.make_rng("dropout") if train and c.dropout else None}
-        out_BTNX = plain_attention(q_BTNH, k_BTNH, jnp.repeat(v_BTPX, 2, axis=2), segments_BT=segments_BT, **how)
+        scores = Scores(self.scale, c.window(self.layer), c.attention_softcap, c.dropout)
+        key = self.make_rng("dropout") if train and c.dropout else None
+        v_BTNX = jnp.repeat(v_BTPX, 2, axis=2)
+        out_BTNX = plain_attention(q_BTNH, k_BTNH, v_BTNX, scores, segments_BT=segments_BT, key=key)
         return self.subtract(out_BTNX, train)
 
     @nn.nowrap

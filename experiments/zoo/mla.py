@@ -17,7 +17,6 @@ Verdict     Worse, by three times what was expected, and the missing norm is hal
 
 import dataclasses
 import functools
-from typing import Any
 
 import base
 import cached
@@ -30,7 +29,7 @@ import jaxgpt
 from jaxgpt import GPTConfig, UserError
 from jaxgpt.config.validate import PositiveFloat, Size
 from jaxgpt.layers.block import Compute
-from jaxgpt.layers.kernels.plain import plain_attention
+from jaxgpt.layers.kernels.plain import Scores, plain_attention
 from jaxgpt.layers.linear import Dense
 from jaxgpt.layers.position import rope
 
@@ -88,9 +87,9 @@ class MLA(nn.Module):
         k_BTNH, v_BTNW = (jnp.einsum("BTC,CNX->BTNX", c_BTC, kernel) for kernel in (self.k_CNH, self.v_CNW))
         k_BTNR = jnp.broadcast_to(k_BTR[:, :, None], q_BTNR.shape)
         q, k = (jnp.concatenate(parts, axis=-1) for parts in ((q_BTNH, q_BTNR), (k_BTNH, k_BTNR)))
-        how: Any = {"segments_BT": segments_BT, "scale": self.scale, "dropout": self.config.dropout}
+        scores = Scores(self.scale, dropout=self.config.dropout)
         key = self.make_rng("dropout") if train and self.config.dropout else None
-        return self.merge(plain_attention(q, k, v_BTNW, key=key, **how), train)
+        return self.merge(plain_attention(q, k, v_BTNW, scores, segments_BT=segments_BT, key=key), train)
 
     @nn.nowrap
     def init_cache(self, batch: int, columns: int, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:

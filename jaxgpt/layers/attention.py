@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
+from jaxgpt.layers.kernels.plain import AttentionFn, Scores, attention_weights, find_visible, plain_attention
 from jaxgpt.layers.linear import INIT_STD, Dense
 from jaxgpt.layers.norm import RMSNorm
 from jaxgpt.layers.position import Rope, rope
@@ -76,6 +76,11 @@ class Attention(nn.Module):
         out_BTNH = self.attend(q_BTNH, k_BTKH, v_BTKH, segments_BT=segments_BT, train=train)
         return self.merge_heads(out_BTNH, train)
 
+    @property
+    def scores(self) -> Scores:
+        """Return how scores become weights."""
+        return Scores(self.scale, self.window, self.softcap, self.dropout)
+
     def project(self, x_BTD: jax.Array, positions_BT: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return (q_BTNH, k_BTKH, v_BTKH), normed and rotated."""
         if positions_BT is None:
@@ -108,35 +113,17 @@ class Attention(nn.Module):
     ) -> jax.Array:
         """Return the weighted values, out_BTNH."""
         kernel = self.attention_fn if self.causal else functools.partial(plain_attention, causal=False)
-        return kernel(
-            q_BTNH,
-            k_BSKH,
-            v_BSKH,
-            segments_BT=segments_BT,
-            scale=self.scale,
-            window=self.window,
-            softcap=self.softcap,
-            dropout=self.dropout,
-            key=self.make_rng("dropout") if train and self.dropout else None,
-        )
+        key = self.make_rng("dropout") if train and self.dropout else None
+        return kernel(q_BTNH, k_BSKH, v_BSKH, self.scores, segments_BT=segments_BT, key=key)
 
     def weights(
         self, q_BTNH: jax.Array, k_BSKH: jax.Array, *, segments_BT: jax.Array | None = None, train: bool = False
     ) -> jax.Array:
-        """Return the attention weights, weights_BTNS in float32, by attending to an identity as values."""
-        B, S, K, _ = k_BSKH.shape
-        return plain_attention(
-            q_BTNH,
-            k_BSKH,
-            jnp.broadcast_to(jnp.eye(S)[None, :, None], (B, S, K, S)),
-            segments_BT=segments_BT,
-            scale=self.scale,
-            window=self.window,
-            softcap=self.softcap,
-            dropout=self.dropout,
-            key=self.make_rng("dropout") if train and self.dropout else None,
-            causal=self.causal,
-        )
+        """Return the attention weights, weights_BTNS in float32."""
+        T, S = q_BTNH.shape[1], k_BSKH.shape[1]
+        visible_B1TS = find_visible(T, S, self.window, segments_BT=segments_BT, causal=self.causal)
+        key = self.make_rng("dropout") if train and self.dropout else None
+        return attention_weights(q_BTNH, k_BSKH, self.scores, visible_B1TS, key).swapaxes(1, 2)
 
     def merge_heads(self, out_BTNH: jax.Array, train: bool = False) -> jax.Array:
         """Merge the heads' outputs and project them to x_BTD, with dropout in training."""

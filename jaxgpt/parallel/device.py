@@ -16,7 +16,7 @@ from jaxgpt.experiment import TrainConfig
 from jaxgpt.layers.kernels.fused import cudnn_attention, xla_attention
 from jaxgpt.layers.kernels.native.attention import native_attention
 from jaxgpt.layers.kernels.native.build import why_not_native
-from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
+from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention, with_dropout
 from jaxgpt.layers.kernels.splash import splash_attention, why_not_splash
 from jaxgpt.model import GPTConfig
 from jaxgpt.train import Params
@@ -71,10 +71,10 @@ PEAKS |= {"TPU v5e": PEAKS["TPU v5 lite"], "TPU v5p": PEAKS["TPU v5"], "TPU v6e"
 
 KERNELS: dict[str, AttentionFn] = {
     "plain": plain_attention,
-    "native": native_attention,
-    "xla": xla_attention,
-    "cudnn": cudnn_attention,
-    "splash": splash_attention,
+    "native": with_dropout(native_attention),
+    "xla": with_dropout(xla_attention),
+    "cudnn": with_dropout(cudnn_attention),
+    "splash": with_dropout(splash_attention),
 }
 CAPPED = "it cannot cap scores (model.attention_softcap)"
 PACKED = "it cannot separate the conversations that are packed into a row"

@@ -22,7 +22,7 @@ from jaxgpt.config.validate import near_multiples
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import ParallelConfig
 from jaxgpt.layers.block import ShardingHooks
-from jaxgpt.layers.kernels.plain import AttentionFn
+from jaxgpt.layers.kernels.plain import DEFAULT_SCORES, AttentionFn
 from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.strategy import StepFn, Strategy
 from jaxgpt.train import Params, TrainState
@@ -170,14 +170,14 @@ def split_slices(devices: Sequence[jax.Device], slices: int) -> list[list[jax.De
 def _shard_attention(mesh: Mesh, attention_fn: AttentionFn) -> AttentionFn:
     """Return the kernel under `shard_map`, since jit cannot shard it: each device takes its own rows and heads."""
 
-    def sharded_attention(q_BTNH, k_BSKH, v_BSKH, *, segments_BT=None, key=None, **scores):
+    def sharded_attention(q_BTNH, k_BSKH, v_BSKH, scores=DEFAULT_SCORES, *, segments_BT=None, key=None):
         free, rows = _free_axes(mesh)
         rows_heads = P(rows, None, "tensor", None)
 
         def attend(q_BTNH, k_BSKH, v_BSKH, key, segments_BT):
             if key is not None:
                 key = jax.random.fold_in(key, jax.lax.axis_index(MESH_AXES))
-            return attention_fn(q_BTNH, k_BSKH, v_BSKH, segments_BT=segments_BT, key=key, **scores)
+            return attention_fn(q_BTNH, k_BSKH, v_BSKH, scores, segments_BT=segments_BT, key=key)
 
         return jax.shard_map(
             attend,

@@ -8,7 +8,7 @@ import pytest
 
 from jaxgpt.layers import MLP, Attention, Block, LayerNorm, RMSNorm
 from jaxgpt.layers.kernels import plain
-from jaxgpt.layers.kernels.plain import naive_attention, plain_attention
+from jaxgpt.layers.kernels.plain import DEFAULT_SCORES, Scores, plain_attention
 from jaxgpt.layers.linear import Dense
 from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.device import KERNELS
@@ -21,42 +21,58 @@ def qkv(dims="BTNH", kv_dims="BTKH"):
     return tuple(jnp.asarray(rng.normal(size=DIMS[d]), jnp.float32) for d in (dims, kv_dims, kv_dims))
 
 
-def attend(*qkv, kernel="plain", **how):
+def attend(*qkv, scores=DEFAULT_SCORES, kernel="plain", **how):
     """A kernel in one compiled program: op by op it is dozens."""
-    return jax.jit(functools.partial(KERNELS[kernel], **how))(*qkv)
+    return jax.jit(lambda *qkv: KERNELS[kernel](*qkv, scores, **how))(*qkv)
+
+
+def defined_attention(q_BTNH, k_BSKH, v_BSKH, scores):
+    """Causal softmax(q k scale) v as it is defined."""
+    T, N, H = q_BTNH.shape[1:]
+    scale = H**-0.5 if scores.scale is None else scores.scale
+    k_BSNH, v_BSNH = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (k_BSKH, v_BSKH))
+    scores_BNTS = scale * jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH)
+    if scores.softcap is not None:
+        scores_BNTS = scores.softcap * jnp.tanh(scores_BNTS / scores.softcap)
+    distance_TS = jnp.arange(T)[:, None] - jnp.arange(T)[None]  # from each query back to each key
+    visible_TS = (distance_TS >= 0) & (distance_TS < (scores.window or T))
+    weights_BNTS = jax.nn.softmax(jnp.where(visible_TS[None, None], scores_BNTS, -jnp.inf), axis=-1)
+    return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BSNH)
 
 
 @pytest.mark.parametrize(
-    ("kernel", "how"),
+    ("kernel", "scores"),
     [
         *(
-            pytest.param(kernel, how, id=f"{kernel}-how{n}")
+            pytest.param(kernel, scores, id=f"{kernel}-how{n}")
             for kernel in ("plain", "xla")
-            for n, how in enumerate([{}, {"scale": 0.3, "window": 3}, {"window": 1}])
+            for n, scores in enumerate([Scores(), Scores(scale=0.3, window=3), Scores(window=1)])
         ),
-        ("plain", {"softcap": 0.7, "window": 4}),
+        ("plain", Scores(softcap=0.7, window=4)),
     ],
 )
-def test_every_kernel_equals_the_naive_one(kernel, how):
-    out_BTNH = attend(*qkv(), kernel=kernel, **how)
+def test_every_kernel_computes_what_is_defined(kernel, scores):
+    out_BTNH = attend(*qkv(), scores=scores, kernel=kernel)
     chex.assert_shape(out_BTNH, DIMS["BTNH"])
-    as_defined = {"scale": qkv()[0].shape[-1] ** -0.5, "window": None, "softcap": None} | how
-    np.testing.assert_allclose(out_BTNH, naive_attention(*qkv(), **as_defined), **FLOAT32_REORDERED)
+    np.testing.assert_allclose(out_BTNH, defined_attention(*qkv(), scores), **FLOAT32_REORDERED)
 
 
-@pytest.mark.parametrize("how", [{}, {"window": 3, "softcap": 0.7, "scale": 0.3}])
+@pytest.mark.parametrize("how", [{}, {"window": 3, "softcap": 0.7, "scale": 0.3}, {"causal": False}])
 @pytest.mark.parametrize("long", [plain.MIN_BLOCKED_T, 4], ids=["whole", "blocks"])
-def test_what_it_makes_of_the_identity_are_its_weights(how, long, monkeypatch):
-    """The values' own size is the result's: that of the identity is S."""
+def test_its_weights_are_what_it_makes_of_the_identity(how, long, monkeypatch):
+    """In two documents. The values' own size is the result's: that of the identity is S."""
     monkeypatch.setattr(plain, "MIN_BLOCKED_T", long)
-    q_BTNH, k_BTKH, v_BTKH = (jnp.concatenate([x, x[:, :3]], axis=1) for x in qkv())  # 8 tokens: four blocks of two
-    B, T, K, _ = k_BTKH.shape
+    q_BTNH, k_BTKH, _ = (jnp.concatenate([x, x[:, :3]], axis=1) for x in qkv())  # 8 tokens: four blocks of two
+    B, T, K, H = k_BTKH.shape
     eye_BTKT = jnp.broadcast_to(jnp.eye(T)[None, :, None], (B, T, K, T))
-    weights_BTNS = attend(q_BTNH, k_BTKH, eye_BTKT, **how)
+    segments_BT = jnp.broadcast_to(jnp.arange(T) // 5, (B, T))
+    module = Attention(n_embd=q_BTNH.shape[2] * H, n_head=q_BTNH.shape[2], n_kv_head=K, **how)
+    attended, weights_BTNS = (
+        module.apply({}, *arrays, segments_BT=segments_BT, method=method)
+        for arrays, method in (((q_BTNH, k_BTKH, eye_BTKT), "attend"), ((q_BTNH, k_BTKH), "weights"))
+    )
     np.testing.assert_allclose(weights_BTNS.sum(axis=-1), 1, **FLOAT32_REORDERED)
-    v_BSNH = jnp.repeat(v_BTKH, q_BTNH.shape[2] // K, axis=2)
-    out_BTNH = jnp.einsum("BTNS,BSNH->BTNH", weights_BTNS, v_BSNH)
-    np.testing.assert_allclose(out_BTNH, attend(q_BTNH, k_BTKH, v_BTKH, **how), **FLOAT32_REORDERED)
+    np.testing.assert_allclose(weights_BTNS, attended, **FLOAT32_REORDERED)
 
 
 def test_kernels_have_the_same_gradients():
@@ -68,7 +84,12 @@ def test_kernels_have_the_same_gradients():
 
 @pytest.mark.parametrize(
     "how",
-    [{}, {"window": 3}, {"window": 1, "softcap": 0.7}, {"segments_BT": jnp.array([[0, 0, 0, 1, 1, 2, 2, 2]] * 2)}],
+    [
+        {},
+        {"scores": Scores(window=3)},
+        {"scores": Scores(window=1, softcap=0.7)},
+        {"segments_BT": jnp.array([[0, 0, 0, 1, 1, 2, 2, 2]] * 2)},
+    ],
 )
 def test_blocks_of_queries_equal_the_whole_square(how, monkeypatch):
     T = 8
@@ -143,7 +164,7 @@ def test_dropped_weights_keep_their_expectation(long, monkeypatch):
     monkeypatch.setattr(plain, "NUM_BLOCKS", SIZES["T"])
     q, k, v = qkv()
     keys = jax.random.split(jax.random.key(0), 2000)
-    drawn = jax.vmap(lambda key: plain_attention(q, k, v, dropout=0.3, key=key))
+    drawn = jax.vmap(lambda key: plain_attention(q, k, v, Scores(dropout=0.3), key=key))
     mean = jax.jit(lambda keys: drawn(keys).mean(0))(keys)
     np.testing.assert_allclose(mean, attend(q, k, v), atol=0.1)  # 4 standard errors of 2000 draws
 
@@ -151,7 +172,7 @@ def test_dropped_weights_keep_their_expectation(long, monkeypatch):
 def test_each_block_of_queries_drops_weights_of_its_own():
     T = plain.MIN_BLOCKED_T
     zeros, v = jnp.zeros((1, T, 1, T)), jnp.eye(T)[None, :, None]  # every score alike; the output is the weights
-    weights = attend(zeros, zeros, v, dropout=0.5, key=jax.random.key(0))[0, :, 0]
+    weights = attend(zeros, zeros, v, scores=Scores(dropout=0.5), key=jax.random.key(0))[0, :, 0]
     starts = range(T // plain.NUM_BLOCKS, T, T // plain.NUM_BLOCKS)
     first, *others = (np.asarray(weights[start, : starts[0]] > 0) for start in starts)
     for other in others:

@@ -12,9 +12,9 @@ from jaxgpt.layers.kernels.native import attention, build
 from jaxgpt.layers.kernels.native.attention import native_attention
 from jaxgpt.layers.kernels.native.build import why_not_native
 from jaxgpt.layers.kernels.native.product import native_product
-from jaxgpt.layers.kernels.plain import plain_attention
+from jaxgpt.layers.kernels.plain import Scores, plain_attention
 from jaxgpt.model import GPTConfig
-from jaxgpt.parallel.device import compute_options
+from jaxgpt.parallel.device import KERNELS, compute_options
 from tests.helpers import out_and_gradients
 
 EQUAL = dict(rtol=1e-5, atol=1e-5)
@@ -34,21 +34,19 @@ def kernel():
 
 # (B, T, N, K, H, V): sizes that no vector and no block of queries divides.
 @pytest.mark.parametrize(
-    ("sizes", "how"),
+    ("sizes", "documents", "scores"),
     [
-        ((2, 64, 4, 4, 32, 32), {}),
-        ((2, 37, 4, 2, 20, 12), {"scale": 0.3}),
-        ((1, 101, 4, 1, 24, 40), {"window": 50, "segments_BT": 1}),
-        ((2, 70, 6, 3, 7, 7), {"window": 9, "softcap": 0.7}),
-        ((2, 26, 2, 2, 16, 16), {"window": 1, "segments_BT": 1, "softcap": 2.0}),
-        ((3, 1, 2, 1, 5, 3), {}),
+        ((2, 64, 4, 4, 32, 32), 1, Scores()),
+        ((2, 37, 4, 2, 20, 12), 1, Scores(scale=0.3)),
+        ((1, 101, 4, 1, 24, 40), 4, Scores(window=50)),
+        ((2, 70, 6, 3, 7, 7), 1, Scores(window=9, softcap=0.7)),
+        ((2, 26, 2, 2, 16, 16), 4, Scores(window=1, softcap=2.0)),
+        ((3, 1, 2, 1, 5, 3), 1, Scores()),
     ],
 )
-def test_it_equals_the_plain_kernel(sizes, how):
-    B, T = sizes[:2]
-    if "segments_BT" in how:
-        ids_BT = np.sort(np.random.default_rng(1).integers(4, size=(B, T)), axis=1)
-        how = how | {"segments_BT": jnp.asarray(ids_BT, jnp.int32)}
+def test_it_equals_the_plain_kernel(sizes, documents, scores):
+    ids_BT = jnp.asarray(np.sort(np.random.default_rng(1).integers(documents, size=sizes[:2]), axis=1), jnp.int32)
+    how = {"scores": scores, "segments_BT": None if documents == 1 else ids_BT}
     found, expected = (
         out_and_gradients(attend, *made(*sizes), **how) for attend in (native_attention, plain_attention)
     )
@@ -76,10 +74,10 @@ def test_bfloat16_is_converted_and_dropout_is_the_plain_kernels():
     out = native_attention(q, k, v)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(out.astype(jnp.float32), plain_attention(q, k, v).astype(jnp.float32), atol=0.02)
-    how = {"dropout": 0.5, "key": jax.random.key(0)}
-    np.testing.assert_array_equal(
-        native_attention(*made(1, 9, 2, 2, 8, 8), **how), plain_attention(*made(1, 9, 2, 2, 8, 8), **how)
-    )
+    dropped = [
+        kernel(q, k, v, Scores(dropout=0.5), key=jax.random.key(0)) for kernel in (KERNELS["native"], plain_attention)
+    ]
+    np.testing.assert_array_equal(*dropped)
 
 
 @pytest.mark.parametrize(("F", "D", "U"), [(1, 1, 1), (130, 768, 1), (65, 64, 3), (300, 100, 8), (64, 193, 17)])

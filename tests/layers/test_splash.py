@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.layers.kernels.plain import plain_attention
+from jaxgpt.layers.kernels.plain import Scores, plain_attention
 from jaxgpt.layers.kernels.splash import _block_sizes, computed_scores, splash_attention, why_not_splash
 from tests.helpers import FLOAT32_REORDERED, check_command, needs
 
@@ -44,9 +44,9 @@ def compare(B, T, N, K, H, dtype, **how):
         (1, 200, 4, 1, 128, {}),  # padded to 256; one key/value head; the other layout
         (1, 640, 2, 2, 16, {}),  # one block in memory, computed in fifths
         (1, 1152, 2, 1, 8, {}),  # 3 x 3 blocks, of which the mask leaves 6
-        (1, 384, 2, 1, 16, {"window": 300, "scale": 0.2}),
-        (1, 384, 2, 1, 16, {"softcap": 2.0, "window": 7}),
-        (2, 200, 2, 1, 16, {"segments_BT": DOCUMENTS_BT, "window": 50}),
+        (1, 384, 2, 1, 16, {"scores": Scores(window=300, scale=0.2)}),
+        (1, 384, 2, 1, 16, {"scores": Scores(softcap=2.0, window=7)}),
+        (2, 200, 2, 1, 16, {"segments_BT": DOCUMENTS_BT, "scores": Scores(window=50)}),
     ],
 )
 def test_splash_is_attention(B, T, N, K, H, how):

@@ -16,7 +16,7 @@ from jaxgpt.batch import Batch
 from jaxgpt.experiment import Experiment, ParallelConfig, TrainConfig
 from jaxgpt.hf.families import GPT2, GPT_NEOX, LLAMA
 from jaxgpt.hf.weights import list_tensors, read_params, shapes_of, to_tensors, write
-from jaxgpt.layers.kernels.plain import plain_attention
+from jaxgpt.layers.kernels.plain import Scores, plain_attention
 from jaxgpt.lora import LoraConfig
 from jaxgpt.loss import make_loss
 from jaxgpt.model import GPTConfig
@@ -209,7 +209,7 @@ def check_mesh() -> None:
     sharded = Run("all", "adamw").strategy.shard_attention(plain_attention)
     zeros_BTNH, eye_BTNT = np.zeros((BATCH, T, 4, 4), np.float32), np.tile(np.eye(T)[None, :, None], (BATCH, 1, 4, 1))
     # Every score alike; the result is the weights.
-    attention = jax.jit(functools.partial(sharded, dropout=0.5))
+    attention = jax.jit(functools.partial(sharded, scores=Scores(dropout=0.5)))
     weights_BTNT = attention(zeros_BTNH, zeros_BTNH, eye_BTNT, key=jax.random.key(0))
     kept_BNR = np.moveaxis(np.asarray(weights_BTNT), 2, 1)[..., *np.tril_indices(T)] > 0
     rows, heads = BATCH // 4, 2  # on each device

@@ -15,7 +15,7 @@ from gpu.setting import Setting
 from gpu.steps import ON_ONE, random_batches
 from jaxgpt import Experiment, GPTConfig, OptimConfig, TrainConfig
 from jaxgpt.layers.kernels.fused import cudnn_attention
-from jaxgpt.layers.kernels.plain import plain_attention
+from jaxgpt.layers.kernels.plain import Scores, plain_attention
 from jaxgpt.parallel.device import compute_options, first_device
 from jaxgpt.parallel.trainer import make_trainer
 
@@ -116,7 +116,7 @@ def cudnn_against_plain(name: str, *, H: int = 64, N: int = 4, K: int = 4, windo
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(attention, q, k, v, out_gradient):
-        out, backward = jax.vjp(lambda *x: attention(*x, window=window), q, k, v)
+        out, backward = jax.vjp(lambda *x: attention(*x, Scores(window=window)), q, k, v)
         return out, *backward(out_gradient)
 
     with jax.default_matmul_precision("highest"):

@@ -1,109 +1,137 @@
-"""Attention in plain JAX: `naive_attention` is the definition, and `plain_attention` computes the same faster on CPU."""
+"""Attention in plain JAX, and `Scores`, which all kernels take."""
 
+import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxgpt.layers.remat import save_in_remat
 
-#: Causal attention by some kernel,
-#: `(q_BTNH, k_BSKH, v_BSKH, *, segments_BT, scale, window, softcap, dropout, key) -> out_BTNH`
-AttentionFn = Callable[..., jax.Array]
-
 # From MIN_BLOCKED_T tokens on, queries are split into NUM_BLOCKS blocks. More blocks save little more and take longer
 # to compile. Below MIN_BLOCKED_T, splitting costs as much as it saves.
 NUM_BLOCKS, MIN_BLOCKED_T = 4, 256
 
 
-def naive_attention(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, scale: float, window: int | None, softcap: float | None
-) -> jax.Array:
-    """Compute causal softmax(q k * scale) v as it is defined. Arguments: see `plain_attention`. -> out_BTNH."""
-    T, N = q_BTNH.shape[1:3]
-    k_BSNH, v_BSNH = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (k_BSKH, v_BSKH))  # N // K queries share a head
-    scores_BNTS = cap_scores(scale * jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH), softcap)
-    distance_TS = jnp.arange(T)[:, None] - jnp.arange(T)[None]  # from each query back to each key
-    visible_TS = (distance_TS >= 0) & (distance_TS < (window or T))
-    weights_BNTS = jax.nn.softmax(jnp.where(visible_TS[None, None], scores_BNTS, -jnp.inf), axis=-1)
-    return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BSNH)
+class Scores(NamedTuple):
+    """How the products of queries and keys become attention weights."""
+
+    scale: float | None = None  #: factor of the scores. None means 1 / sqrt(H)
+    window: int | None = None  #: tokens that each query attends to, itself included. None means all
+    softcap: float | None = None  #: c in c tanh(score / c). None means no cap
+    dropout: float = 0.0  #: share of the attention weights to drop
+
+
+DEFAULT_SCORES = Scores()
+#: Causal attention by some kernel, `(q_BTNH, k_BSKH, v_BSKH, scores, *, segments_BT, key) -> out_BTNH`.
+#: Arguments: see `plain_attention`.
+AttentionFn = Callable[..., jax.Array]
 
 
 def plain_attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
+    scores: Scores = DEFAULT_SCORES,
     *,
     segments_BT: jax.Array | None = None,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
     key: jax.Array | None = None,
     causal: bool = True,
-    key_segments_BS: jax.Array | None = None,
     mask_BNTS: jax.Array | None = None,
 ) -> jax.Array:
     """Compute softmax(q k * scale) v, each group of N // K query heads sharing a key/value head. -> out_BTNH.
 
-    It computes the same as `naive_attention` in less time, and also takes documents, masks and dropout.
     Vaswani et al. 2017, arXiv:1706.03762. Grouped heads: Ainslie et al. 2023, arXiv:2305.13245.
 
     Args:
         q_BTNH: queries.
         k_BSKH: keys.
         v_BSKH: values. Their head size may differ from H, and is the result's.
-        segments_BT: int32, the document of each query: it attends to no other. None means one document per row.
-        scale: factor of the scores. None means 1 / sqrt(H).
-        window: tokens that each query attends to, itself included. None means all.
-        softcap: c in c tanh(score / c). None means no cap.
-        dropout: share of the attention weights to drop.
+        scores: scale, window, cap and dropout of the scores.
+        segments_BT: int32, the document of each token: it attends to no other. None means one document per row.
         key: the key of dropout. None means no dropout.
         causal: attend to the keys up to the query's position, where T and S are equal. False means to all keys.
-        key_segments_BS: int32, the document of each key. None means segments_BT.
         mask_BNTS: bool, whether each query may attend to each key, besides what the other arguments say. Any axis may be
             1, as in `jax.nn.dot_product_attention`. Each query needs a key.
     """
-    (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
-    scale = H**-0.5 if scale is None else scale
-    G = N // K
-    # Heads fold into the batch (M is B K, and Q is G T), so that each product is a batch of plain matrices: XLA on CPU
-    # takes 3.3 ms for what costs 5.5 ms with the heads inside (B=12, T=64, N=4, H=32, forward and backward).
-    q_MGTH = q_BTNH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B * K, G, T, H)
-    k_MSH, v_MSH = (x.transpose(0, 2, 1, 3).reshape(B * K, S, -1) for x in (k_BSKH, v_BSKH))
-    visible_TS = jnp.tril(jnp.ones((T, S), bool)) if causal else jnp.ones((T, S), bool)
-    visible_TS = visible_TS if window is None else visible_TS & jnp.triu(jnp.ones((T, S), bool), 1 - window)
-    visible_BTS = visible_TS[None]
-    if segments_BT is not None:
-        key_segments_BS = segments_BT if key_segments_BS is None else key_segments_BS
-        visible_BTS = visible_BTS & (segments_BT[:, :, None] == key_segments_BS[:, None, :])
-    mask_MGTS = None if mask_BNTS is None else jnp.broadcast_to(mask_BNTS, (B, N, T, S)).reshape(B * K, G, T, S)
-
+    (B, T, N, _), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
+    visible_BNTS = find_visible(T, S, scores.window, segments_BT=segments_BT, causal=causal)
+    if mask_BNTS is not None:
+        visible_BNTS = visible_BNTS & mask_BNTS
+    v_MSH = _fold_heads(v_BSKH)
     # A block of queries leaves out the keys after its last one: four blocks compute 5/8 of the scores.
     size = T // NUM_BLOCKS if causal and T >= MIN_BLOCKED_T and T % NUM_BLOCKS == 0 else T
     blocks = []
     for start in range(0, T, size):
         end = start + size
-        read = slice(0 if window is None else max(0, start + 1 - window), end if causal else S)
+        read = slice(0 if scores.window is None else max(0, start + 1 - scores.window), end if causal else S)
         own = key if size == T or key is None else jax.random.fold_in(key, start)
-        mask = None if mask_MGTS is None else mask_MGTS[:, :, start:end, read].reshape(B * K, G * size, -1)
-        seen_BTS, q_MQH = visible_BTS[:, start:end, read], q_MGTH[:, :, start:end].reshape(B * K, G * size, H)
-        keys_MSH, values_MSH = k_MSH[:, read], v_MSH[:, read]
-        # The scores are float32 from the product on, whatever the inputs.
-        scores_MQS = jnp.einsum("MQH,MSH->MQS", q_MQH, keys_MSH, preferred_element_type=jnp.float32)
-        scores_MQS = cap_scores(scores_MQS * scale, softcap)
-        visible_BQS = jnp.tile(seen_BTS, (1, G, 1))
-        visible_MQS = visible_BQS if len(visible_BQS) == 1 else jnp.repeat(visible_BQS, K, axis=0)
-        visible_MQS = visible_MQS if mask is None else visible_MQS & mask
-        # finfo.min, not -inf: a row of -inf would give 0/0. Its softmax is an exact zero too.
-        weights_MQS = jax.nn.softmax(jnp.where(visible_MQS, scores_MQS, jnp.finfo(jnp.float32).min), axis=-1)
-        if dropout and own is not None:
-            keep_MQS = jax.random.bernoulli(own, 1.0 - dropout, weights_MQS.shape)
-            weights_MQS = jnp.where(keep_MQS, weights_MQS / (1.0 - dropout), 0.0)
-        out_MQH = jnp.einsum("MQS,MSH->MQH", weights_MQS.astype(values_MSH.dtype), values_MSH)
-        blocks.append(out_MQH.reshape(B * K, G, size, -1))
-    out_MGTH = jnp.concatenate(blocks, axis=2)
-    return save_in_remat(out_MGTH.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1))
+        seen_BNTS = visible_BNTS[:, :, start:end, read]
+        weights_BNTS = attention_weights(q_BTNH[:, start:end], k_BSKH[:, read], scores, seen_BNTS, own)
+        weights_MQS = weights_BNTS.astype(v_MSH.dtype).reshape(B * K, N // K * size, -1)
+        out_MQH = jnp.einsum("MQS,MSH->MQH", weights_MQS, v_MSH[:, read])
+        blocks.append(out_MQH.reshape(B, N, size, -1))
+    return save_in_remat(jnp.concatenate(blocks, axis=2).swapaxes(1, 2))
+
+
+def find_visible(
+    T: int, S: int, window: int | None, *, segments_BT: jax.Array | None = None, causal: bool = True
+) -> jax.Array:
+    """Return whether each query may attend to each key, visible_B1TS. B is 1 without segments."""
+    visible_TS = jnp.tril(jnp.ones((T, S), bool)) if causal else jnp.ones((T, S), bool)
+    if window is not None:
+        visible_TS = visible_TS & jnp.triu(jnp.ones((T, S), bool), 1 - window)
+    if segments_BT is None:
+        return visible_TS[None, None]
+    return visible_TS[None, None] & (segments_BT[:, None, :, None] == segments_BT[:, None, None, :])
+
+
+def attention_weights(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, scores: Scores, visible_BNTS: jax.Array, key: jax.Array | None = None
+) -> jax.Array:
+    """Return the weights of the keys, weights_BNTS in float32. In what is visible, B and N may be 1.
+
+    Heads fold into the batch (M is B K, and Q is G T), so that each product is a batch of plain matrices: XLA on CPU
+    takes 3.3 ms for what costs 5.5 ms with the heads inside (B=12, T=64, N=4, H=32, forward and backward).
+    """
+    (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
+    G = N // K
+    scale = H**-0.5 if scores.scale is None else scores.scale
+    q_MQH, k_MSH = _fold_heads(q_BTNH).reshape(B * K, G * T, H), _fold_heads(k_BSKH)
+    # The scores are float32 from the product on, whatever the inputs.
+    scores_MQS = jnp.einsum("MQH,MSH->MQS", q_MQH, k_MSH, preferred_element_type=jnp.float32)
+    scores_MQS = cap_scores(scores_MQS * scale, scores.softcap)
+    if visible_BNTS.shape[1] > 1:
+        visible_MQS = jnp.broadcast_to(visible_BNTS, (B, N, T, S)).reshape(scores_MQS.shape)
+    elif len(visible_BNTS) > 1:
+        visible_MQS = jnp.repeat(jnp.tile(visible_BNTS[:, 0], (1, G, 1)), K, axis=0)
+    else:
+        visible_MQS = jnp.tile(visible_BNTS[:, 0], (1, G, 1))
+    # finfo.min, not -inf: a row of -inf would give 0/0. Its softmax is an exact zero too.
+    weights_MQS = jax.nn.softmax(jnp.where(visible_MQS, scores_MQS, jnp.finfo(jnp.float32).min), axis=-1)
+    if key is not None and scores.dropout:
+        keep_MQS = jax.random.bernoulli(key, 1.0 - scores.dropout, weights_MQS.shape)
+        weights_MQS = jnp.where(keep_MQS, weights_MQS / (1.0 - scores.dropout), 0.0)
+    return weights_MQS.reshape(B, N, T, S)
+
+
+def _fold_heads(x_BSKH: jax.Array) -> jax.Array:
+    """Return x_MSH, in which heads are folded into the batch."""
+    B, S, K, _ = x_BSKH.shape
+    return x_BSKH.swapaxes(1, 2).reshape(B * K, S, -1)
+
+
+def with_dropout(kernel: AttentionFn) -> AttentionFn:
+    """Return a kernel whose place `plain_attention` takes where weights are dropped, which `kernel` cannot do."""
+
+    @functools.wraps(kernel)
+    def attend(q_BTNH, k_BSKH, v_BSKH, scores=DEFAULT_SCORES, *, segments_BT=None, key=None):
+        if key is not None:
+            return plain_attention(q_BTNH, k_BSKH, v_BSKH, scores, segments_BT=segments_BT, key=key)
+        return kernel(q_BTNH, k_BSKH, v_BSKH, scores, segments_BT=segments_BT)
+
+    return attend
 
 
 def cap_scores(scores: jax.Array, softcap: float | None) -> jax.Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
-from jaxgpt.layers.kernels.plain import plain_attention
+from jaxgpt.layers.kernels.plain import DEFAULT_SCORES, Scores
 from jaxgpt.layers.remat import SAVED_NAME
 
 LANES = 128  # lanes of a TPU's vector register: the kernel's blocks of T and S are multiples of this
@@ -28,41 +28,35 @@ def splash_attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
+    scores: Scores = DEFAULT_SCORES,
     *,
     segments_BT: jax.Array | None = None,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    key: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Attend like `plain_attention`, block by block. -> out_BTNH.
 
     Google's TPU kernel that comes with JAX: FlashAttention (Dao et al. 2022, arXiv:2205.14135) over the blocks that
     the mask leaves. T and S are equal, and T is padded to a multiple of 128. Arrays have one dtype, bfloat16 or float32.
-    Products have TPU precision. Dropout falls back to `plain_attention`. With `interpret` the kernel runs without a
-    TPU, slowly, for tests.
+    Products have TPU precision. With `interpret` the kernel runs without a TPU, slowly, for tests.
 
     Raises NotImplementedError in a program that the compiler partitions over several TPUs, since it cannot partition a
     kernel: call this inside `jax.shard_map(..., check_vma=False)` or `jax.pmap`.
     """
-    if key is not None:
-        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "dropout": dropout}
-        return plain_attention(q_BTNH, k_BSKH, v_BSKH, segments_BT=segments_BT, key=key, **options)
     # Imported here, since it takes 0.1 s.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     T, N, H = q_BTNH.shape[1:]
     padding = -T % LANES
-    scale = H**-0.5 if scale is None else scale
+    scale = H**-0.5 if scores.scale is None else scores.scale
     square = (T + padding, T + padding)
-    mask = masks.CausalMask(square) if window is None else masks.LocalMask(square, (window - 1, 0), 0)
+    mask = masks.CausalMask(square)
+    if scores.window is not None:
+        mask = masks.LocalMask(square, (scores.window - 1, 0), 0)
     # Not cached between calls: its arrays belong to the trace in which they are made.
     kernel = kernels.make_splash_mha_single_device(
         masks.MultiHeadMask([mask] * N),
-        attn_logits_soft_cap=softcap,
+        attn_logits_soft_cap=scores.softcap,
         block_sizes=_block_sizes(T + padding, H),
         interpret=interpret,
         residual_checkpoint_name=SAVED_NAME,
