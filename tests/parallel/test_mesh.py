@@ -34,7 +34,7 @@ from jaxgpt.parallel.mesh import (
 )
 from jaxgpt.parallel.strategy import make_single, split_batch
 from jaxgpt.parallel.trainer import choose_head_loss, choose_strategy
-from jaxgpt.train import TrainState, init_skip_state
+from jaxgpt.train import TrainState
 from tests.helpers import TINY, check_command, needs
 from tests.hf.test_families import MODELS
 from tests.test_model import ARCHITECTURES
@@ -105,8 +105,8 @@ def test_an_optimisers_arrays_are_sharded_like_their_parameters(name):
     params = config.make_model().shapes()
     optimizer = OWN if name == "own" else OptimConfig(name=name).make_optimizer(10, model=config)
     kept = jax.eval_shape(optimizer.init, params)
-    found = _state_shardings(MESH, TrainState(0, params, init_skip_state(kept)), config, optimizer)
-    shardings, followed = jax.tree.leaves(found.opt_state.inner_state), 0
+    found = _state_shardings(MESH, TrainState(0, params, kept, 0, 0), config, optimizer)
+    shardings, followed = jax.tree.leaves(found.opt_state), 0
     for (path, x), sharding in zip(jax.tree.leaves_with_path(kept), shardings, strict=True):
         keys, spec = [getattr(entry, "key", None) for entry in path], P()
         for names, param in flatten_dict(params).items():
