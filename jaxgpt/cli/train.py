@@ -14,20 +14,25 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
 
 from jaxgpt.cli.console import report_errors, say, say_error, take_traceback
 from jaxgpt.cli.options import parse
 from jaxgpt.config.validate import check_value
+from jaxgpt.data.conversations import find_validation_prompt
+from jaxgpt.data.corpus import find_user_files
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError, shell_line
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import open_file, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
+from jaxgpt.parallel.multihost import exit_now, is_process_0
 from jaxgpt.presets import CONTEXT_OF_WEIGHTS, EXPERIMENTS, quickstart
+from jaxgpt.run import Run
 from jaxgpt.runs.directory import RunMetadata, is_run, read_metadata
-
-if TYPE_CHECKING:
-    from jaxgpt.run import Run
+from jaxgpt.runs.pretrained import open_context
+from jaxgpt.training import fit
 
 
 def train(
@@ -49,11 +54,6 @@ def train(
     """
     configure_jax()
     experiment = choose_context(label_own_text(experiment, run_dir))
-    import jax
-
-    from jaxgpt.parallel.multihost import exit_now, is_process_0
-    from jaxgpt.training import fit
-
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1)  # prints the stacks of a run that hangs
     began = time.monotonic()
@@ -93,9 +93,6 @@ def label_own_text(experiment: Experiment, run_dir: str | None) -> Experiment:
     path, name = experiment.data.path, experiment.name
     if path is None or name not in EXPERIMENTS:
         return experiment
-    from jaxgpt.data.conversations import find_validation_prompt  # imports numpy, which help does without
-    from jaxgpt.data.corpus import find_user_files
-
     prompt, preset = experiment.train.sample_prompt, EXPERIMENTS[name]()
     if experiment.data.is_chat and prompt in ("", quickstart(chat=True).train.sample_prompt):
         with contextlib.suppress(UserError, StopIteration):  # training reports it
@@ -119,8 +116,6 @@ def choose_context(experiment: Experiment) -> Experiment:
     model = experiment.model
     if not experiment.data.is_chat or model.block_size != CONTEXT_OF_WEIGHTS or experiment.train.init_from is not None:
         return experiment
-    from jaxgpt.runs.pretrained import open_context
-
     context = open_context(experiment.data, model)
     return dataclasses.replace(experiment, model=dataclasses.replace(model, block_size=context))
 
