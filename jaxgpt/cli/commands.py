@@ -7,7 +7,7 @@ import importlib.util
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import jax
 
@@ -18,19 +18,13 @@ from jaxgpt.errors import UserError, shell_line
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import Result, new_file, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
+from jaxgpt.run import Run, load
 from jaxgpt.runs.directory import RUNS, find_run
 from jaxgpt.sample import Precision
-
-if TYPE_CHECKING:
-    from jaxgpt.run import Run
 
 
 def open_run(run: str | None, average: int | None) -> Run:
     """Set up the process and load a run."""
-    find_run(run)  # before jax is imported
-    configure_jax()
-    from jaxgpt.run import load
-
     return load(run, average=average)
 
 

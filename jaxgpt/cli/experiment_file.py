@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,21 @@ from jaxgpt.config.validate import short
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import is_there
-from jaxgpt.presets import EXPERIMENTS, find_preset
+from jaxgpt.presets import EXPERIMENTS, find_preset, finetune, quickstart
 from jaxgpt.runs.code import run_file
+from jaxgpt.runs.directory import RunMetadata, is_run, read_metadata
+
+
+def choose_experiment(name: str, arguments: list[str]) -> tuple[Experiment, list[Callable[..., Any]]]:
+    """Return the experiment that a command's options are fields of, and its callbacks. Its name leaves the arguments."""
+    if arguments and not arguments[0].startswith("-"):
+        return load_file(arguments.pop(0))
+    metadata = resumed_run(arguments) if name == "train" else None
+    if metadata is not None:
+        return metadata.given, []
+    if any(re.match("--train.init[-_]from", word) for word in arguments):
+        return finetune(), []
+    return quickstart(chat=name == "train" and any(word.endswith(".jsonl") for word in arguments)), []
 
 
 def load_experiment(named: str) -> Experiment:
@@ -55,3 +70,11 @@ def load_variants(named: str) -> dict[str, Experiment]:
             kind = type(experiment).__name__
             raise UserError(f"{path}: variants has {name!r}: {kind}, needs a name and an Experiment")
     return variants
+
+
+def resumed_run(argv: list[str]) -> RunMetadata | None:
+    """Return the metadata of the run in --run-dir, or None if there is none."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--run-dir", "--run_dir", nargs="?")
+    named = parser.parse_known_args(argv)[0].run_dir
+    return read_metadata(Path(named)) if named and is_run(Path(named)) else None

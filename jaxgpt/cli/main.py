@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxgpt.cli.console import report_errors, take_traceback
 from jaxgpt.config.serialize import suggest
@@ -64,7 +63,6 @@ EXAMPLES = {
     "replay": "runs/mine --step 300",
     "audit": "runs/mine --steps 100",
 }
-TRUST = "--trust-code"  # an option of all commands that read a run
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -86,12 +84,13 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
     if name not in COMMANDS:
         raise UserError(f"unknown command {name!r}{suggest(name, COMMANDS)}: see jaxgpt --help")
     import_jax()
+    from jaxgpt.cli.experiment_file import choose_experiment
     from jaxgpt.cli.options import parse
     from jaxgpt.runs.code import trust_code
 
     command, arguments = COMMANDS[name], list(options)
-    if TRUST in arguments:
-        arguments.remove(TRUST)
+    if "--trust-code" in arguments:  # an option of all commands that read a run
+        arguments.remove("--trust-code")
         trust_code()
     defaults, operand, callbacks = {}, "", []
     if command.operand == "[EXPERIMENT]":
@@ -103,24 +102,8 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
     run = getattr(importlib.import_module(f"jaxgpt.{module}"), function)
     if name == "train":
         run = functools.partial(run, callbacks=callbacks)
-    prog = f"jaxgpt {name}"
-    return parse(run, arguments, prog, operand=operand, example=f"{prog} {EXAMPLES[name]}", **defaults)
-
-
-def choose_experiment(name: str, arguments: list[str]) -> tuple[Any, list[Callable[..., Any]]]:
-    """Return the experiment that a command's options are fields of, and its callbacks. Its name leaves the arguments."""
-    from jaxgpt.cli.experiment_file import load_file
-    from jaxgpt.cli.train import resumed_run
-    from jaxgpt.presets import finetune, quickstart
-
-    if arguments and not arguments[0].startswith("-"):
-        return load_file(arguments.pop(0))
-    metadata = resumed_run(arguments) if name == "train" else None
-    if metadata is not None:
-        return metadata.given, []
-    if any(re.match("--train.init[-_]from", word) for word in arguments):
-        return finetune(), []
-    return quickstart(chat=name == "train" and any(word.endswith(".jsonl") for word in arguments)), []
+    example = f"jaxgpt {name} {EXAMPLES[name]}"
+    return parse(run, arguments, f"jaxgpt {name}", operand=operand, example=example, **defaults)
 
 
 def usage() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import faulthandler
@@ -30,7 +29,6 @@ from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.parallel.multihost import exit_now, is_process_0
 from jaxgpt.presets import CONTEXT_OF_WEIGHTS, EXPERIMENTS, quickstart
 from jaxgpt.run import Run
-from jaxgpt.runs.directory import RunMetadata, is_run, read_metadata
 from jaxgpt.runs.pretrained import open_context
 from jaxgpt.training import fit
 
@@ -156,11 +154,3 @@ def run_experiment(experiment: Experiment, callbacks: Sequence[Callable[[dict[st
         run = functools.partial(train, callbacks=callbacks)
         check_value("experiment", experiment, Experiment)
         parse(run, take_traceback(sys.argv[1:]), Path(sys.argv[0]).name, example=example, experiment=experiment)()
-
-
-def resumed_run(argv: list[str]) -> RunMetadata | None:
-    """Return the metadata of the run in --run-dir, or None if there is none."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--run-dir", "--run_dir", nargs="?")
-    named = parser.parse_known_args(argv)[0].run_dir
-    return read_metadata(Path(named)) if named and is_run(Path(named)) else None
