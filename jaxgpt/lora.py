@@ -30,7 +30,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 class LoraConfig(Checked):
     """Low-rank adapters (arXiv:2106.09685). With a rank, only they are trained, on the weights of train.init_from.
 
-    >>> tuned = Experiment(name="tuned", lora=LoraConfig(rank=8), train=TrainConfig(init_from="gpt2"))
+    >>> LoraConfig(rank=8).targets
+    ('q', 'v')
     """
 
     rank: Size | None = None  # rank of the adapters. None means no adapters, all parameters are trained

