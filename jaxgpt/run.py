@@ -40,7 +40,7 @@ STOP_STRINGS_EVERY = 32  # tokens between searches for stop strings
 
 
 class SampleOptions(TypedDict, total=False):
-    """Options of `Run.sample` and `Run.stream`: those of `Sampling`, and how a completion begins and ends."""
+    """Options of `Run.sample` and `Run.stream`, each of which may be left out."""
 
     max_new_tokens: int  # most tokens of a completion. 400 unless given
     seed: int  # the same seed gives the same text. 0 unless given
@@ -123,9 +123,10 @@ class Run:
     def sample(self, prompt: str | list[str], **options: Unpack[SampleOptions]) -> str | list[str]:
         """Return the completion of a prompt, without the prompt, or a list of completions of a list of prompts.
 
-        It ends after `max_new_tokens`, at the end-of-text token, at an eos_token_id of an imported model, or before
-        one of the strings in `stop`. It depends on the prompt and the seed, not on the other prompts. An empty prompt
-        means the end-of-text token, a newline, or token 0: the first of them that exists.
+        It ends after `max_new_tokens`, at the end-of-text token, at an eos_token_id of an imported
+        model, or before one of the strings in `stop`. It depends on the prompt and the seed, not on
+        the other prompts. An empty prompt means the end-of-text token, a newline, or token 0: the
+        first of them that exists.
 
         options: see `SampleOptions`.
         """
@@ -142,7 +143,7 @@ class Run:
 
         Args:
             prompt: a text.
-            every: tokens in each piece but the first, which has one. None means one piece, at the end.
+            every: tokens in each piece but the first, which has one. None means one piece.
             options: see `SampleOptions`.
         """
         (context,), batches = self._generate([prompt], every, options)
@@ -152,13 +153,14 @@ class Run:
     def _generate(
         self, prompts: Sequence[str], every: int | None, options: SampleOptions
     ) -> tuple[list[list[int]], Iterator[list[list[int]]]]:
-        """Return the ids before each completion, and an iterator of new ids: see `sample.engine.stream`."""
+        """Return the ids before each completion, and an iterator of the new ones of all."""
         known = SampleOptions.__optional_keys__
         for name in options:
             if name not in known:
                 raise UserError(f"unknown option {name}{suggest(name, known)}")
 
-        given: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS, "seed": 0, "chat": False, **options}
+        defaults = {"max_new_tokens": MAX_NEW_TOKENS, "seed": 0, "chat": False}
+        given: dict[str, Any] = defaults | {**options}
         given["logit_bias"] = tuple(dict(given.get("logit_bias", ())).items())
         if given.get("temperature") is None:
             given["temperature"] = self.experiment.train.sample_temperature

@@ -77,8 +77,8 @@ class Checkpoints:
             why = "a backslash or is not UTF-8, so that TensorStore would write elsewhere"
             raise UserError(f"{self._directory}: its path has {why}: rename that directory, or name another")
         self._keep_last, self._keep_every = keep_last, keep_every
-        # Orbax calls back before it renames what it wrote, so a thread of our own waits for that, and takes the SHA-256,
-        # which would keep a step waiting. It starts with the first save.
+        # A thread of our own, which starts with the first save: Orbax calls back before it renames
+        # what it wrote, and taking the SHA-256 in a step would delay it.
         self._pool = ThreadPoolExecutor(1)
         self._sealing: Future | None = None
 
@@ -264,7 +264,7 @@ class Checkpoints:
             sealing.result()
 
     def close(self) -> None:
-        """Wait for the last save and end the background thread. Raises `CheckpointSaveError` if it has failed."""
+        """Wait for the last save, and end the thread. Raises `CheckpointSaveError` as `wait` does."""
         try:
             self.wait()
         finally:

@@ -1,11 +1,11 @@
 """Run the code of an experiment's own classes from a file, keep it in a run directory, and trust it by its digest.
 
-A file is run as `python FILE` runs it, except that the files that it imports are run first, and that its modules are
-called NAME@DIGEST in `sys.modules`: two versions of a module, or two files of one name, are there at the same time, and
-each class finds the module that it comes from.
+A file is run as `python FILE` runs it, except that the files that it imports are run first, and
+that its modules are called NAME@DIGEST in `sys.modules`: two versions of a module, or two files of
+one name, are there at the same time, and each class finds the module that it comes from.
 
-What is run are the bytes whose digest was compared, never the folder that they were read from: there Python would also
-find bytecode, libraries and links that no digest covers.
+Python never searches the folder of a received run, where it would also find bytecode, libraries
+and links that no digest covers. The bytes are run whose digest was compared.
 """
 
 from __future__ import annotations
@@ -59,11 +59,10 @@ class Code:
         return f"@{json_sha256(self.digests)[:16]}"
 
     def find(self, module: str) -> str | None:
-        """Return the file of a module: a.b is a/b/__init__.py, a/b.py or the program a.b.py, the first that is there."""
+        """Return the file of a module a.b: a/b/__init__.py, a/b.py or a.b.py, the first of them."""
         path = module.replace(".", "/")
-        return next(
-            (name for name in (f"{path}/__init__.py", f"{path}.py", f"{module}.py") if name in self.files), None
-        )
+        names = (f"{path}/__init__.py", f"{path}.py", f"{module}.py")
+        return next((name for name in names if name in self.files), None)
 
 
 def collect(path: Path, module: str) -> Code:
@@ -79,12 +78,14 @@ def collect(path: Path, module: str) -> Code:
     files, left = {}, [named]
     while left:
         name = left.pop()
-        if name in files or not (name == named or (folder / name).is_file()):  # the named file's absence is reported
+        is_found = name == named or (folder / name).is_file()  # reading the named one says if it is not
+        if name in files or not is_found:
             continue
         files[name] = read_bytes(folder / name, LARGEST_FILE)
         with contextlib.suppress(SyntaxError, ValueError):  # reported when it is run
             for imported in _imports(ast.parse(files[name]), name):
-                if imported.partition(".")[0] == own or not (is_installed or _is_elsewhere(imported)):
+                is_own = imported.partition(".")[0] == own
+                if is_own or not (is_installed or _is_elsewhere(imported)):
                     places = list(itertools.accumulate(imported.split("."), "{}/{}".format))
                     left += [f"{places[-1]}.py", *(f"{place}/__init__.py" for place in places)]
     return Code(folder, files)
@@ -103,7 +104,7 @@ def _imports(tree: ast.Module, name: str) -> Iterator[str]:
 
 
 def _is_elsewhere(module: str) -> bool:
-    """Return whether a module is jaxgpt's, the standard library's, or of an installed package that was imported."""
+    """Return whether a module is jaxgpt's, Python's, or of an installed package that was imported."""
     top = module.partition(".")[0]
     file = getattr(sys.modules.get(top), "__file__", None) or ""
     return top == "jaxgpt" or top in sys.stdlib_module_names or _is_installed(Path(file))
@@ -146,9 +147,11 @@ def name_with_place(owner: Any) -> str:
 
 
 def _load(code: Code, module: str, path: Path | None = None) -> types.ModuleType:
-    """Return a module of code, run after its package unless it has been run. path: its file, as messages name it.
+    """Return a module of code, and run it after its package unless it has been run.
 
-    It stays in `sys.modules` as MODULE@DIGEST, and for import statements it is there as MODULE while `_hide` lasts.
+    It stays in `sys.modules` as MODULE@DIGEST. Import statements find it as MODULE while `_hide` lasts.
+
+    path: its file, as messages name it.
     """
     package, _, last = module.rpartition(".")
     parent = _load(code, package) if package else None
@@ -163,8 +166,9 @@ def _load(code: Code, module: str, path: Path | None = None) -> types.ModuleType
 
 
 def _run(code: Code, module: str, path: Path | None) -> types.ModuleType:
-    """Run a module of code after the modules of code that it imports. One that fails does so where it is imported."""
-    name = code.find(module) or f"{module.replace('.', '/')}/__init__.py"  # a folder needs no such file
+    """Run a module after those of its code that it imports. One that fails does so where it is imported."""
+    folder = module.replace(".", "/")
+    name = code.find(module) or f"{folder}/__init__.py"  # which a folder need not have
     made, file = types.ModuleType(f"{module}{code.tag}"), str(path or code.folder / name)
     made.__file__, made.__package__ = file, module.rpartition(".")[0]
     if name.endswith("/__init__.py"):
@@ -192,9 +196,9 @@ def _run(code: Code, module: str, path: Path | None) -> types.ModuleType:
 
 @contextlib.contextmanager
 def _hide(code: Code) -> Iterator[None]:
-    """Hide modules of the names that this code has, such as another version's. Leave `sys.modules` and the path as before.
+    """Hide modules of the names that this code has, such as another version's.
 
-    Only the modules with the code's tag stay.
+    Afterwards `sys.path` is as before, and so is `sys.modules`, but for the modules with the code's tag.
     """
     tops = {Path(name).parts[0].removesuffix(".py") for name in code.files}
 

@@ -283,8 +283,9 @@ def read_metadata(directory: Path, *, trust_code: bool = False) -> RunMetadata:
         raise UserError(f"{path} is damaged: code={short(digests)} must be the SHA-256 of files")
     find = functools.partial(find_class, directory=directory, digests=digests, trusted=trust_code)
     try:
-        given = _without_addresses(from_dict(Experiment, record.get("experiment"), "experiment.", find_class=find))
-        experiment, found = given, record.get("origin")
+        given = from_dict(Experiment, record.get("experiment"), "experiment.", find_class=find)
+        experiment = given = _without_addresses(given)
+        found = record.get("origin")
         origin = None if found is None else from_dict(Origin, found, "origin.", find_class=find)
         if origin is not None:
             experiment = dataclasses.replace(experiment, model=origin.model)

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from jaxgpt.data.dataset import DataConfig
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import is_there, sha256
-from jaxgpt.hf.source import find_directory, open_source
+from jaxgpt.hf.source import Source, find_directory, open_source
 from jaxgpt.hf.weights import read_params
 from jaxgpt.lora import init_adapters, merge_adapters
 from jaxgpt.model import GPTConfig
@@ -39,17 +39,31 @@ class Weights:
     """Weights of a run, or of a model in Hugging Face's format, checked but not yet read."""
 
     directory: Path
-    metadata: RunMetadata | None  # None if it is not a run
-    config: GPTConfig
+    config: GPTConfig  # with unstacked layers
     tokenizer: str  # path of its tokenizer.json, or "ids"
-    step: int | None  # the checkpoint's step. None if it is not a run
-    sha256: Callable[[], str]  # the digest of the files with the weights
-    # {path of each parameter with unstacked layers: its sharding} -> these parameters
-    read_unstacked: Callable[[dict[str, Sharding]], Params]
+    source: Source | None = None  # the model in Hugging Face's format. None if it is a run
+    metadata: RunMetadata | None = None  # the run. None if it is a model in Hugging Face's format
+    step: int | None = None  # the step of the run's checkpoint
+
+    def sha256(self) -> str:
+        """Return the digest of the files with the weights."""
+        if self.source is not None:
+            files = sorted({str(tensor.file) for tensor in self.source.tensors.values()})
+            parts = [sha256(file) for file in files]
+        else:
+            assert self.step is not None
+            manifest = open_checkpoints(self.directory).manifest(self.step)
+            parts = [json.dumps(manifest["files"], sort_keys=True)]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def describe(self, model: GPTConfig) -> Origin:
+        """Return the record of these weights in a run that starts from them. model: the run's."""
+        directory = str(self.directory.resolve())
+        return Origin(directory=directory, step=self.step, sha256=self.sha256(), model=model)
 
     def read(self, like: Params) -> Params:
         """Return the parameters in float32, with the stacking, context length and shardings of `like`."""
-        places: dict[str, Sharding] = {}
+        places: dict[str, Sharding] = {}  # of each parameter, with unstacked layers
         for keys, x in jax.tree.leaves_with_path(like):
             path = jax.tree_util.keystr(keys, simple=True, separator="/")
             if path.startswith("h/block/"):
@@ -57,7 +71,11 @@ class Weights:
                 places |= {path.replace("h/block", f"h_{layer}", 1): one_layer for layer in range(x.shape[0])}
             else:
                 places[path] = x.sharding
-        params = self.read_unstacked(places)
+        if self.source is not None:
+            tensors, family = self.source.tensors, self.source.family
+            params = read_params(tensors, family, self.config, dtype=jnp.float32, places=places)
+        else:
+            params = self._restore_unstacked(places)
         if "wpe" in params:
             params["wpe"] = {"embedding": params["wpe"]["embedding"][: like["wpe"]["embedding"].shape[0]]}
         if "h" in like:
@@ -65,9 +83,22 @@ class Weights:
             params["h"] = {"block": jax.tree.map(lambda *each: jnp.stack(each), *layers)}
         return jax.tree.map(lambda x, y: jax.device_put(x.astype(jnp.float32), y.sharding), params, like)
 
-    def describe(self, model: GPTConfig) -> Origin:
-        """Return the record of these weights for the metadata of a run that starts from them. model: the run's."""
-        return Origin(directory=str(self.directory.resolve()), step=self.step, sha256=self.sha256(), model=model)
+    def _restore_unstacked(self, places: dict[str, Sharding]) -> Params:
+        """Return the run's parameters with unstacked layers. places: the sharding of each, by path."""
+        assert self.metadata is not None and self.step is not None
+        model = self.metadata.model.make_model()
+
+        def with_sharding(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            sharding = places[name.replace("h/block/", "h_0/", 1)]
+            if name.startswith("h/"):
+                sharding = _respecify(sharding, lambda spec: (None, *spec))
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        like = jax.tree.map_with_path(with_sharding, model.shapes())
+        checkpoints = open_checkpoints(self.directory)
+        params = restore_merged_params(self.metadata, checkpoints, self.step, like)
+        return unstack_layers(model, params)[1]
 
 
 def open_weights(name: str, *, step: int | None = None, tokenizer: str | None = None) -> Weights:
@@ -79,56 +110,20 @@ def open_weights(name: str, *, step: int | None = None, tokenizer: str | None = 
         tokenizer: the tokenizer of a model in Hugging Face's format: see `open_source`.
     """
     directory = Path(name)
-    if is_there(directory, "Name a run, or a model's directory, with --train.init-from.") and is_run(directory):
-        return _open_run(directory, step)
-    source = open_source(name, tokenizer)
-    files = sorted({tensor.file for tensor in source.tensors.values()})
-    return Weights(
-        directory=source.directory,
-        metadata=None,
-        config=source.config,
-        tokenizer=tokenizer or str(source.directory / "tokenizer.json"),
-        step=None,
-        sha256=lambda: _digest(sha256(str(file)) for file in files),
-        read_unstacked=lambda places: read_params(
-            source.tensors, source.family, source.config, dtype=jnp.float32, places=places
-        ),
-    )
-
-
-def _open_run(directory: Path, step: int | None) -> Weights:
+    remedy = "Name a run, or a model's directory, with --train.init-from."
+    if not (is_there(directory, remedy) and is_run(directory)):
+        source = open_source(name, tokenizer)
+        directory, config = source.directory, source.config
+        file = tokenizer or str(directory / "tokenizer.json")
+        return Weights(directory=directory, config=config, tokenizer=file, source=source)
     metadata, checkpoints = read_metadata(directory), open_checkpoints(directory)
     checkpoints.check_depth(metadata.model)
     good = checkpoints.latest_valid("best") if step is None else checkpoints.latest_valid(before=step + 1)
-    assert good is not None
     if step not in (None, good):
         raise UserError(f"{directory} no longer has an undamaged checkpoint of step {step}")
-    config, model = dataclasses.replace(metadata.model, scan_layers=False), metadata.model.make_model()
-
-    def read_unstacked(places: dict[str, Sharding]) -> Params:
-        def with_sharding(path: Any, x: Any) -> jax.ShapeDtypeStruct:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            sharding = places[name.replace("h/block/", "h_0/", 1)]
-            if name.startswith("h/"):
-                sharding = _respecify(sharding, lambda spec: (None, *spec))
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-        like = jax.tree.map_with_path(with_sharding, model.shapes())
-        return unstack_layers(model, restore_merged_params(metadata, checkpoints, good, like))[1]
-
-    return Weights(
-        directory=directory,
-        metadata=metadata,
-        config=config,
-        tokenizer=str(directory / "tokenizer.json"),
-        step=good,
-        sha256=lambda: _digest([json.dumps(checkpoints.manifest(good)["files"], sort_keys=True)]),
-        read_unstacked=read_unstacked,
-    )
-
-
-def _digest(parts: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    config = dataclasses.replace(metadata.model, scan_layers=False)
+    file = str(directory / "tokenizer.json")
+    return Weights(directory=directory, config=config, tokenizer=file, metadata=metadata, step=good)
 
 
 def resolve_init_from(
