@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -285,20 +286,14 @@ class Checkpoints:
 
     def restore_params(self, step: int, like: Params) -> Params:
         """Restore only the parameters, in the dtype in which they were saved. like: their shapes and shardings."""
-        saved = self.manifest(step)["arrays"][PARAMS]
+        return self._restore(step, {PARAMS: like}, as_saved=DTYPES)[PARAMS]
 
-        def with_saved_type(path: Any, x: Any) -> Any:
-            kind = saved.get(jax.tree_util.keystr(path), "").partition("[")[0]
-            return jax.ShapeDtypeStruct(x.shape, kind if kind in DTYPES else x.dtype, sharding=x.sharding)
-
-        like = jax.tree.map_with_path(with_saved_type, _rename_heads(like, saved))
-        return self._restore(step, {PARAMS: like})[PARAMS]
-
-    def _restore(self, step: int, like: dict[str, Any]) -> Any:
+    def _restore(self, step: int, like: dict[str, Any], as_saved: Sequence[str] = ()) -> dict[str, Any]:
+        """Restore trees by their names. as_saved: the dtypes that are not converted to those of `like`."""
         import orbax.checkpoint as ocp
 
         directory, arrays = self._directory / str(step), self.manifest(step)["arrays"]
-        like = {name: _rename_heads(tree, arrays[name]) for name, tree in like.items()}
+        like = {name: _to_shapes(tree, arrays[name], as_saved) for name, tree in like.items()}
         for name, tree in like.items():  # before anything is allocated
             saved, wanted = arrays[name], _describe(tree)
             for path in sorted(saved | wanted):
@@ -306,7 +301,6 @@ class Checkpoints:
                 if has != needs:
                     what = f"{directory}: {name}{path} is {has}, experiment.json makes it {needs}"
                     raise UserError(f"{what}. Does experiment.json belong to another run?")
-        like = {name: jax.tree.map(ocp.utils.to_shape_dtype_struct, tree) for name, tree in like.items()}
         args = ocp.args.Composite(**{name: ocp.args.StandardRestore(tree) for name, tree in like.items()})
         with ocp.Checkpointer(_handler(like)) as reader:
             restored: Any = reader.restore(_literal(directory / "state"), args=args)
@@ -349,6 +343,17 @@ def _describe(tree: Any) -> dict[str, str]:
     return {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}".replace(" ", "") for path, x in leaves}
 
 
+def _to_shapes(tree: Any, saved: dict[str, str], as_saved: Sequence[str]) -> Any:
+    """Return the shapes to read, with the names of a checkpoint, and its dtypes if they are in `as_saved`."""
+
+    def to_shape(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+        kind = saved.get(jax.tree_util.keystr(path), "").partition("[")[0]
+        dtype = kind if kind in as_saved else x.dtype
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+
+    return jax.tree.map_with_path(to_shape, _rename_heads(tree, saved))
+
+
 def _rename_heads(tree: Any, saved: dict[str, str], *, back: bool = False) -> Any:
     """Return a tree with the names of a checkpoint, which has the paths `saved`. back: with the names of now instead.
 
@@ -361,7 +366,7 @@ def _rename_heads(tree: Any, saved: dict[str, str], *, back: bool = False) -> An
         if not isinstance(x, dict) or "lm_head" not in x:
             return x
         head = x["lm_head"]
-        return x | {"lm_head": {"kernel": head} if back else head["kernel"] if isinstance(head, dict) else head}
+        return x | {"lm_head": {"kernel": head} if back else head["kernel"]}
 
     return jax.tree.map(rename, tree, is_leaf=lambda x: isinstance(x, dict) and "lm_head" in x)
 
