@@ -1,23 +1,24 @@
 """Run the code of an experiment's own classes from a file, keep it in a run directory, and trust it by its digest.
 
-A file is run as `python FILE` runs it, except that the files that it imports are run first, and
-that its modules are called NAME@DIGEST in `sys.modules`: two versions of a module, or two files of
-one name, are there at the same time, and each class finds the module that it comes from.
-
-Python never searches the folder of a received run, where it would also find bytecode, libraries
-and links that no digest covers. The bytes are run whose digest was compared.
+A file is run as `python FILE` runs it, except that its modules are called NAME@DIGEST in
+`sys.modules` afterwards: two versions of a module, or two files of one name, are there at the same
+time, and each class finds the module that it comes from.
 """
 
 from __future__ import annotations
 
 import ast
+import atexit
 import contextlib
 import dataclasses
 import hashlib
+import importlib
 import inspect
 import itertools
 import os
+import shutil
 import sys
+import tempfile
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -146,59 +147,34 @@ def name_with_place(owner: Any) -> str:
     return f"{place_of(owner)}{owner.__qualname__}"
 
 
-def _load(code: Code, module: str, path: Path | None = None) -> types.ModuleType:
-    """Return a module of code, and run it after its package unless it has been run.
-
-    It stays in `sys.modules` as MODULE@DIGEST. Import statements find it as MODULE while `_hide` lasts.
-
-    path: its file, as messages name it.
-    """
-    package, _, last = module.rpartition(".")
-    parent = _load(code, package) if package else None
-    found = sys.modules.get(f"{module}{code.tag}")
-    if found is None:
-        found = _run(code, module, path)
-    elif not _is_elsewhere(module):
-        sys.modules[module] = found
-    if parent is not None:
-        setattr(parent, last, found)
-    return found
-
-
-def _run(code: Code, module: str, path: Path | None) -> types.ModuleType:
-    """Run a module after those of its code that it imports. One that fails does so where it is imported."""
-    folder = module.replace(".", "/")
-    name = code.find(module) or f"{folder}/__init__.py"  # which a folder need not have
-    made, file = types.ModuleType(f"{module}{code.tag}"), str(path or code.folder / name)
-    made.__file__, made.__package__ = file, module.rpartition(".")[0]
-    if name.endswith("/__init__.py"):
-        made.__package__, made.__path__ = module, []
-    names = [made.__name__] if _is_elsewhere(module) else [made.__name__, module]
-    sys.modules.update(dict.fromkeys(names, made))
-    failed: dict[str | None, Exception] = {}
+def _run(code: Code, module: str, path: Path) -> types.ModuleType:
+    """Run a module of code, and return it. path: its file."""
+    name, tagged = str(code.find(module)), f"{module}{code.tag}"
     try:
-        tree = ast.parse(decode_source(code.files.get(name, b"")), file)
-        for imported in _imports(tree, name):
-            if code.find(imported) is not None and not _is_elsewhere(imported):
-                try:
-                    _load(code, imported)
-                except Exception as e:
-                    failed[imported] = e
-        exec(compile(tree, file, "exec", dont_inherit=True), vars(made))
-    except BaseException as e:
-        for each in names:
-            sys.modules.pop(each, None)
-        if isinstance(e, ModuleNotFoundError) and e.name in failed:
-            raise failed[e.name] from None
+        with contextlib.redirect_stdout(sys.stderr), _importing(code):
+            if "/" in name:
+                importlib.import_module(module)
+            else:  # not by its name, which may be that of a module of Python
+                made = types.ModuleType(tagged)
+                made.__file__ = str(path)
+                sys.modules[tagged] = made
+                if not _is_elsewhere(module):
+                    sys.modules[module] = made
+                exec(compile(decode_source(code.files[name]), str(path), "exec", dont_inherit=True), vars(made))
+    except BaseException:
+        sys.modules.pop(tagged, None)
         raise
-    return made
+    if tagged not in sys.modules:
+        file = sys.modules[module].__file__
+        raise CodeError(f"{module} was imported from {file}, so {path} needs a process of its own")
+    return sys.modules[tagged]
 
 
 @contextlib.contextmanager
-def _hide(code: Code) -> Iterator[None]:
-    """Hide modules of the names that this code has, such as another version's.
+def _importing(code: Code) -> Iterator[None]:
+    """Let imports find the files of this code first, and hide modules of the same names.
 
-    Afterwards `sys.path` is as before, and so is `sys.modules`, but for the modules with the code's tag.
+    Afterwards what was imported is in `sys.modules` as MODULE@DIGEST, and the others are there again.
     """
     tops = {Path(name).parts[0].removesuffix(".py") for name in code.files}
 
@@ -207,12 +183,27 @@ def _hide(code: Code) -> Iterator[None]:
         return {name: sys.modules.pop(name) for name in names if "@" not in name}
 
     hidden, search_path = take_away(), list(sys.path)
+    known = {name: module for name, module in sys.modules.items() if name.endswith(code.tag)}
+    sys.modules.update({name.removesuffix(code.tag): module for name, module in known.items()})
+    sys.path.insert(0, str(code.folder))
+    importlib.invalidate_caches()  # a module may have been written since the folder was last read
     try:
         yield
     finally:
         sys.path[:] = search_path
-        take_away()
+        for name, module in take_away().items():
+            module.__name__ = name + code.tag
+            sys.modules[module.__name__] = module
+            _rename(module, name, module.__name__)
         sys.modules.update(hidden)
+
+
+def _rename(owner: Any, old: str, new: str) -> None:
+    """Change the name of a module in its classes, and in those that they define."""
+    for value in list(vars(owner).values()):
+        if isinstance(value, type) and value.__module__ == old:
+            value.__module__ = new
+            _rename(value, old, new)
 
 
 @contextlib.contextmanager
@@ -234,11 +225,7 @@ def run_file(path: Path) -> types.ModuleType:
     """
     with _one_line(path):
         module = path.resolve().stem
-        code = collect(path, module)
-        sys.modules.pop(f"{module}{code.tag}", None)  # each call runs it anew
-        with contextlib.redirect_stdout(sys.stderr), _hide(code):
-            sys.path.insert(0, str(code.folder))  # whatever else Python finds in a program's folder
-            return _load(code, module, path)
+        return _run(collect(path, module), module, path)
 
 
 def code_of(cls: type) -> Code | None:
@@ -267,12 +254,16 @@ def own_classes(config: Any) -> Iterator[type]:
 
 def keep_code(directory: Path, code: Code) -> None:
     """Write code into a run directory, and trust it on this machine from now on: it is what the user trains with."""
-    for name, raw in code.files.items():
-        place = directory / FOLDER / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(raw)
+    _write(directory / FOLDER, code)
     make_cache(_trusted())
     (_trusted() / json_sha256(code.digests)).touch()
+
+
+def _write(folder: Path, code: Code) -> None:
+    for name, raw in code.files.items():
+        place = folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(raw)
 
 
 def read_code(directory: Path) -> Code:
@@ -347,8 +338,14 @@ def find_class(
             f"{directory} brings code of its own, {', '.join(digests)} (SHA-256 {digests[file][:12]}...), and you have not "
             f"trained with it on this machine: read it in {place}, then add --trust-code (trust_code=True) to run it"
         )
-    with _one_line(code.folder / file), contextlib.redirect_stdout(sys.stderr), _hide(code):
-        found: Any = _load(code, module)
+    found: Any = sys.modules.get(f"{module}{code.tag}")
+    if found is None:
+        # In the run's own folder Python would also find bytecode, libraries and links that no digest covers.
+        folder = Path(tempfile.mkdtemp(prefix="jaxgpt-code-")).resolve()
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        _write(folder, code)
+        with _one_line(folder / file):
+            found = _run(Code(folder, code.files), module, folder / file)
     for part in qualified.split("."):
         found = getattr(found, part, None)
     if not (isinstance(found, type) and issubclass(found, base)):

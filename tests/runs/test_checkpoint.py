@@ -204,9 +204,8 @@ def test_names_that_are_no_checkpoints_are_left_alone(two, damaged):
 
 def test_shapes_are_compared_before_anything_is_read(two):
     like = jax.eval_shape(lambda: small_state(2, size=2**20))  # 4 TiB
-    with pytest.raises(
-        UserError, match=r"\['a'\]\['kernel'\] is float32\[16,16\], experiment.json makes it float32\[1048576"
-    ):
+    said = r"\['a'\]\['kernel'\] is float32\[16,16\], experiment.json makes it float32\[1048576"
+    with pytest.raises(UserError, match=said):
         Checkpoints(two).restore(2, like)
 
 
@@ -253,10 +252,8 @@ def run(trained, tmp_path):
 
 
 def lines(directory):
-    return [
-        {k: x[k] for k in x if k not in ("seconds", "tokens_per_second")}
-        for x in read_metrics(directory / "metrics.jsonl")
-    ]
+    found, clocks = read_metrics(directory / "metrics.jsonl"), ("seconds", "tokens_per_second")
+    return [{k: x[k] for k in x if k not in clocks} for x in found]
 
 
 def test_a_run_goes_on_from_the_newest_good_checkpoint(experiment, trained, run):
@@ -343,9 +340,8 @@ def small_disk(tmp_path):
     """A file system of 400 KB."""
     directory = tmp_path / "disk"
     directory.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=400k", "jaxgpt-test", directory], capture_output=True, text=True
-    )
+    command = ["mount", "-t", "tmpfs", "-o", "size=400k", "jaxgpt-test", directory]
+    made = subprocess.run(command, capture_output=True, text=True)
     if made.returncode:
         pytest.skip(f"no file system can be mounted here: {made.stderr.strip()}")
     yield directory
@@ -359,9 +355,8 @@ def test_a_full_disk_fails_the_save_that_it_fails(small_disk):
     checkpoints.save(small_state(1), 1, None)
     checkpoints.wait()
     checkpoints.save(small_state(2, size=512), 2, None)  # 3 MB
-    with pytest.raises(
-        CheckpointSaveError, match=r"step 2 could not be saved in .*: No space left on device\. .* is step 1\."
-    ):
+    said = r"step 2 could not be saved in .*: No space left on device\. .* is step 1\."
+    with pytest.raises(CheckpointSaveError, match=said):
         checkpoints.wait()
     with contextlib.suppress(CheckpointSaveError):
         checkpoints.close()
