@@ -87,9 +87,6 @@ class ParallelConfig(Checked):
     micro_batch_size: PositiveInt | None = None
     # tokens of each sequence whose logits are in memory at once. None means all of block_size
     loss_chunk: PositiveInt | None = None
-    # kernel of a loss in chunks. fused is a TPU kernel without logits in memory, on one device or by pmap. auto is fused where
-    # the products that it repeats take less than half of the time that it saves in memory traffic. Elsewhere it is xla
-    loss_kernel: Literal["auto", "xla", "fused"] = "auto"
     coordinator: str | None = None  # HOST:PORT of process 0. None means what JAX finds on a cluster, else one process
     processes: Size | None = None  # number of processes, with a coordinator. None means no coordinator
     process_id: NonNegativeInt | None = None  # number of this process, from 0. None means no coordinator

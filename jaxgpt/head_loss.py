@@ -78,27 +78,3 @@ def _summed_nats_backward(unembed, smoothing, grads, scale):
 
 
 _summed_nats.defvjp(_summed_nats_forward, _summed_nats_backward)
-
-
-def fused_next_token_loss(
-    model: nn.Module,
-    head: Any,
-    x_BTD: jax.Array,
-    targets_BT: jax.Array,
-    mask_BT: jax.Array | None = None,
-    *,
-    smoothing: float = 0.0,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Return `next_token_loss` of hidden states of a `GPT` by `fused_nats`, a kernel for TPUs."""
-    from jaxgpt.layers.kernels.cross_entropy import fused_nats  # Pallas: only TPUs need it, and every start would pay
-
-    mask_BT = jnp.ones(targets_BT.shape, bool) if mask_BT is None else mask_BT
-    config: Any = model.config  # type: ignore[attr-defined]
-    head_VD = head["wte"]["embedding"] if config.tie_embeddings else head["lm_head"]["kernel"].T
-    targets_U = jnp.where(mask_BT, targets_BT, 0).reshape(-1)
-    x_UD = x_BTD.reshape(-1, x_BTD.shape[-1])
-    nats_U = fused_nats(
-        x_UD, head_VD, targets_U, smoothing=smoothing, softcap=config.logit_softcap, interpret=interpret
-    )
-    return jnp.sum(nats_U, where=mask_BT.reshape(-1)), jnp.sum(mask_BT, dtype=jnp.float32)

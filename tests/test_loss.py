@@ -13,11 +13,12 @@ import optax
 import pytest
 
 from jaxgpt.batch import Batch
-from jaxgpt.head_loss import chunked_next_token_loss, fused_next_token_loss
-from jaxgpt.layers.kernels import cross_entropy
+from jaxgpt.head_loss import chunked_next_token_loss
 from jaxgpt.layers.linear import float32_logits
-from jaxgpt.loss import make_loss, next_token_loss
-from tests.helpers import FLOAT32_REORDERED, TINY, make_model, tokens_BT
+from jaxgpt.loss import ObjectiveConfig, next_token_loss
+from tests.helpers import FLOAT32_REORDERED, TINY, import_pages, make_model, tokens_BT
+
+(fused_loss,) = import_pages("benchmarks", "fused_loss")
 
 
 def test_against_the_definition():
@@ -54,9 +55,9 @@ def test_in_chunks_it_is_the_same_loss_and_the_same_gradient(chunk, tie):
     batch = Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:], mask_BT=mask)
 
     def loss(params, chunk):
-        losses = {None: None, "fused": functools.partial(fused_next_token_loss, interpret=True)}
-        head_loss = losses.get(chunk, functools.partial(chunked_next_token_loss, chunk=chunk))
-        nats, count, _ = make_loss(model, head_loss=head_loss, label_smoothing=0.1)(params, batch, None)
+        head_loss = None if chunk is None else functools.partial(chunked_next_token_loss, chunk=chunk)
+        objective = fused_loss.FusedLossConfig(interpret=True) if chunk == "fused" else ObjectiveConfig()
+        nats, count, _ = objective.make_loss(model, head_loss=head_loss, label_smoothing=0.1)(params, batch, None)
         return 3.0 * nats / count, count  # scaled, as by a mean
 
     graded = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
@@ -95,8 +96,8 @@ FUSED = {jnp.float32: dict(rtol=1e-5, atol=1e-5), jnp.bfloat16: dict(rtol=1e-2, 
 @pytest.mark.parametrize(("U", "V", "smoothing", "softcap"), [(512, 256, 0.0, None), (300, 300, 0.1, 3.0)])
 def test_the_fused_kernel_has_the_loss_and_the_gradients_of_the_logits(U, V, smoothing, softcap, dtype, monkeypatch):
     """Over several tiles of rows and columns, the last of each partly empty."""
-    monkeypatch.setattr(cross_entropy, "TILE_V", 128)
-    monkeypatch.setattr(cross_entropy, "TILE_ELEMENTS", 256 * 32)
+    monkeypatch.setattr(fused_loss, "TILE_V", 128)
+    monkeypatch.setattr(fused_loss, "TILE_ELEMENTS", 256 * 32)
     keys = jax.random.split(jax.random.key(0), 3)
     x_UD, head_VD = jax.random.normal(keys[0], (U, 32)).astype(dtype), 0.3 * jax.random.normal(keys[1], (V, 32))
     targets_U, mask_U = jax.random.randint(keys[2], (U,), 0, V), jnp.arange(U) % 5 != 0
@@ -109,7 +110,7 @@ def test_the_fused_kernel_has_the_loss_and_the_gradients_of_the_logits(U, V, smo
 
     def fused(x_UD, head_VD):
         options = {"smoothing": smoothing, "softcap": softcap, "interpret": True}
-        return jnp.sum(cross_entropy.fused_nats(x_UD, head_VD, targets_U, **options), where=mask_U) / U
+        return jnp.sum(fused_loss.fused_nats(x_UD, head_VD, targets_U, **options), where=mask_U) / U
 
     expected, expected_grads = jax.value_and_grad(from_logits, argnums=(0, 1))(x_UD, head_VD)
     found, grads = jax.value_and_grad(fused, argnums=(0, 1))(x_UD, head_VD)

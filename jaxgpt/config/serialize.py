@@ -23,6 +23,7 @@ GONE = {
     "skip_spikes": (..., "no spike is skipped from now on, but by the optimizer of experiments/zoo/skip_spikes.py"),
     "check_replicas_every": (..., ""),
     "watchdog": (..., ""),
+    "loss_kernel": (..., ""),
 }
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from jaxgpt.experiment import TrainConfig
 from jaxgpt.layers.kernels.fused import cudnn_attention, xla_attention
 from jaxgpt.layers.kernels.native.attention import native_attention
 from jaxgpt.layers.kernels.native.build import why_not_native
-from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention, with_dropout
+from jaxgpt.layers.kernels.plain import DEFAULT_SCORES, AttentionFn, plain_attention
 from jaxgpt.layers.kernels.splash import splash_attention, why_not_splash
 from jaxgpt.model import GPTConfig
 from jaxgpt.train import Params
@@ -68,6 +69,19 @@ PEAKS = {
     "TPU v6 lite": Peaks(918e12, 32 * 2**30, 1.6e12, 9e10, 12.5e9, torus=2),
 }
 PEAKS |= {"TPU v5e": PEAKS["TPU v5 lite"], "TPU v5p": PEAKS["TPU v5"], "TPU v6e": PEAKS["TPU v6 lite"]}
+
+
+def with_dropout(kernel: AttentionFn) -> AttentionFn:
+    """Return a kernel whose place `plain_attention` takes where weights are dropped, which `kernel` cannot do."""
+
+    @functools.wraps(kernel)
+    def attend(q_BTNH, k_BSKH, v_BSKH, scores=DEFAULT_SCORES, *, segments_BT=None, key=None):
+        if key is not None:
+            return plain_attention(q_BTNH, k_BSKH, v_BSKH, scores, segments_BT=segments_BT, key=key)
+        return kernel(q_BTNH, k_BSKH, v_BSKH, scores, segments_BT=segments_BT)
+
+    return attend
+
 
 KERNELS: dict[str, AttentionFn] = {
     "plain": plain_attention,

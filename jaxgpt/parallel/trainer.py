@@ -14,13 +14,14 @@ from jaxgpt.batch import Batch
 from jaxgpt.config.validate import short_repr
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
-from jaxgpt.head_loss import chunked_next_token_loss, fused_next_token_loss
-from jaxgpt.layers.block import NO_SHARDING, Compute
+from jaxgpt.head_loss import chunked_next_token_loss
+from jaxgpt.layers.block import Compute
+from jaxgpt.loop import IN_FLIGHT
 from jaxgpt.lora import freeze, init_adapters, join_adapters, thaw, thawed_shapes, with_adapters
-from jaxgpt.loss import HeadLoss, ObjectiveConfig
+from jaxgpt.loss import ObjectiveConfig
 from jaxgpt.model import GPT
 from jaxgpt.optim import OptimConfig
-from jaxgpt.parallel.device import PEAKS, ComputeOptions, compute_options, count_parameters
+from jaxgpt.parallel.device import ComputeOptions, compute_options, count_parameters
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.pmap import make_pmap
 from jaxgpt.parallel.strategy import (
@@ -91,7 +92,9 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     required = recorded is None or train.attention != recorded.train.attention
     options = compute_options(experiment.model, train, device, is_packed=experiment.data.is_packed, required=required)
     strategy, split = choose_strategy(experiment, devices)
-    head_loss = choose_head_loss(experiment, strategy)
+    chunk, head_loss = experiment.parallel.loss_chunk, None
+    if chunk is not None and chunk < experiment.model.block_size:
+        head_loss = functools.partial(chunked_next_token_loss, chunk=chunk)
     attention_fn = strategy.shard_attention(options.attention_fn)
     model = experiment.model.make_model(Compute(options.dtype, attention_fn, strategy.sharding_hooks))
 
@@ -200,27 +203,6 @@ def mean_loss(eval_step: Callable, params: Params, batches: Iterable[Batch]) -> 
     return nats / count, int(count)
 
 
-def choose_head_loss(experiment: Experiment, strategy: Strategy) -> HeadLoss | None:
-    """Return the loss in chunks, or the TPU kernel that replaces it. None means that all logits are in memory at once.
-
-    The kernel repeats two products of width D, 4 D FLOPs for each logit, and saves 18 bytes of traffic. It is chosen
-    where it takes less than half of the time that it saves: on a v6e, not on a v5e or v5p. The memory of these is
-    faster for their arithmetic. Raises `UserError` if it is asked for and not available.
-    """
-    parallel, model, device = experiment.parallel, experiment.model, strategy.devices[0]
-    if parallel.loss_chunk is None or parallel.loss_chunk >= model.block_size:
-        return None
-    on_tpu, is_whole = device.platform == "tpu", strategy.sharding_hooks is NO_SHARDING
-    limits = PEAKS.get(device.device_kind)
-    pays = limits is not None and 4 * model.n_embd / limits.flops < 0.5 * 18 / limits.memory_bandwidth
-    if parallel.loss_kernel == "fused" and not (on_tpu and is_whole):
-        why = "it runs on one device or by pmap, not on a mesh" if on_tpu else f"the device is {device.device_kind}"
-        raise UserError(f"parallel.loss_kernel=fused is not available here: {why}. Use auto or xla.")
-    if parallel.loss_kernel == "fused" or (parallel.loss_kernel == "auto" and on_tpu and is_whole and pays):
-        return fused_next_token_loss
-    return functools.partial(chunked_next_token_loss, chunk=parallel.loss_chunk)
-
-
 def choose_strategy(experiment: Experiment, devices: Devices = None) -> tuple[Strategy, BatchSplit]:
     """Return the strategy and the split of a batch. Raises `UserError` if they do not fit the devices."""
     parallel, present = experiment.parallel, jax.devices() if devices is None else devices
@@ -239,3 +221,12 @@ def choose_strategy(experiment: Experiment, devices: Devices = None) -> tuple[St
     else:
         strategy = make_single(devices)
     return strategy, split_batch(experiment.train.batch_size, strategy.data_parallel_size, parallel)
+
+
+def fit_devices(experiment: Experiment) -> Experiment:
+    """Return a recorded experiment, with the strategy auto if its own does not fit these devices."""
+    try:
+        choose_strategy(experiment)
+    except UserError:
+        return dataclasses.replace(experiment, parallel=dataclasses.replace(experiment.parallel, strategy="auto"))
+    return experiment

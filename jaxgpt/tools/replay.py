@@ -21,10 +21,9 @@ import numpy as np
 
 from jaxgpt.config.validate import Count, Fraction, Interval, check_count, check_value
 from jaxgpt.errors import UserError
-from jaxgpt.experiment import Experiment
 from jaxgpt.files import is_there, parse_json, render_json
 from jaxgpt.parallel.device import device_kind
-from jaxgpt.parallel.trainer import choose_strategy, gather_params
+from jaxgpt.parallel.trainer import fit_devices, gather_params
 from jaxgpt.runs.autopsy import NonFiniteReport, debug_step, format_report
 from jaxgpt.runs.checkpoint import CorruptCheckpoint, open_checkpoints
 from jaxgpt.runs.directory import find_run, installed_versions, read_metadata
@@ -83,7 +82,7 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     if not 1 <= step <= steps:
         raise UserError(f"--step {step}: needs one of the steps of {directory}, 1 to {steps}")
     remedy = "to replay a step, put that text back"
-    training = open_training(_for_these_devices(metadata.experiment), directory, metadata, remedy=remedy)
+    training = open_training(fit_devices(metadata.experiment), directory, metadata, remedy=remedy)
     start = training.checkpoints.latest_valid(before=step) or 0
     origin = f"the checkpoint, after step {start}" if start else "the seed"
     trainer = training.trainer
@@ -109,15 +108,6 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
         equal=equal,
         findings=findings,
     )
-
-
-def _for_these_devices(experiment: Experiment) -> Experiment:
-    """Return a recorded experiment, with the strategy auto if its own does not fit these devices."""
-    try:
-        choose_strategy(experiment)
-    except UserError:
-        return dataclasses.replace(experiment, parallel=dataclasses.replace(experiment.parallel, strategy="auto"))
-    return experiment
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -223,7 +213,7 @@ def audit(
         config = dataclasses.replace(config, path=data)
     experiment = dataclasses.replace(metadata.experiment, data=config)
     remedy = "to audit it, name that text with --data"
-    training = open_training(_for_these_devices(experiment), metadata.directory, metadata, remedy=remedy)
+    training = open_training(fit_devices(experiment), metadata.directory, metadata, remedy=remedy)
     here, there = installed_versions() | {"device": device_kind()}, metadata.versions | {"device": metadata.device}
     elsewhere = [f"{name} {there.get(name)}, here {value}" for name, value in here.items() if there.get(name) != value]
     found = AuditResult(run=str(metadata.directory), tolerance=tolerance, steps=total, seed=seed, elsewhere=elsewhere)

@@ -8,7 +8,7 @@ import pytest
 
 from jaxgpt.layers import MLP, Attention, Block, LayerNorm, RMSNorm
 from jaxgpt.layers.kernels import plain
-from jaxgpt.layers.kernels.plain import DEFAULT_SCORES, Scores, plain_attention
+from jaxgpt.layers.kernels.plain import DEFAULT_SCORES, Scores, cap_scores, plain_attention
 from jaxgpt.layers.linear import Dense
 from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.device import KERNELS
@@ -31,9 +31,7 @@ def defined_attention(q_BTNH, k_BSKH, v_BSKH, scores):
     T, N, H = q_BTNH.shape[1:]
     scale = H**-0.5 if scores.scale is None else scores.scale
     k_BSNH, v_BSNH = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (k_BSKH, v_BSKH))
-    scores_BNTS = scale * jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH)
-    if scores.softcap is not None:
-        scores_BNTS = scores.softcap * jnp.tanh(scores_BNTS / scores.softcap)
+    scores_BNTS = cap_scores(scale * jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH), scores.softcap)
     distance_TS = jnp.arange(T)[:, None] - jnp.arange(T)[None]  # from each query back to each key
     visible_TS = (distance_TS >= 0) & (distance_TS < (scores.window or T))
     weights_BNTS = jax.nn.softmax(jnp.where(visible_TS[None, None], scores_BNTS, -jnp.inf), axis=-1)
@@ -67,10 +65,8 @@ def test_its_weights_are_what_it_makes_of_the_identity(how, long, monkeypatch):
     eye_BTKT = jnp.broadcast_to(jnp.eye(T)[None, :, None], (B, T, K, T))
     segments_BT = jnp.broadcast_to(jnp.arange(T) // 5, (B, T))
     module = Attention(n_embd=q_BTNH.shape[2] * H, n_head=q_BTNH.shape[2], n_kv_head=K, **how)
-    attended, weights_BTNS = (
-        module.apply({}, *arrays, segments_BT=segments_BT, method=method)
-        for arrays, method in (((q_BTNH, k_BTKH, eye_BTKT), "attend"), ((q_BTNH, k_BTKH), "weights"))
-    )
+    attended = module.apply({}, q_BTNH, k_BTKH, eye_BTKT, segments_BT=segments_BT, method="attend")
+    weights_BTNS = module.apply({}, q_BTNH, k_BTKH, segments_BT=segments_BT, method="weights")
     np.testing.assert_allclose(weights_BTNS.sum(axis=-1), 1, **FLOAT32_REORDERED)
     np.testing.assert_allclose(weights_BTNS, attended, **FLOAT32_REORDERED)
 

@@ -34,7 +34,7 @@ from jaxgpt.parallel.mesh import (
 )
 from jaxgpt.parallel.strategy import make_single, split_batch
 from jaxgpt.parallel.trainer import choose_head_loss, choose_strategy
-from jaxgpt.train import TrainState
+from jaxgpt.train import TrainState, init_skip_state
 from tests.helpers import TINY, check_command, needs
 from tests.hf.test_families import MODELS
 from tests.test_model import ARCHITECTURES
@@ -64,7 +64,7 @@ def test_every_parameter_has_exactly_one_rule(config):
 def test_the_axes_of_a_model():
     config = GPTConfig(vocab_size=8, n_layer=1, n_head=2, n_embd=8, qk_norm=True, norm="rmsnorm", activation="swiglu")
     config = dataclasses.replace(config, bias=False, qkv_bias=True, tie_embeddings=False, scan_layers=True)
-    attn, mlp, both = "h/block/attn", "h/block/mlp", ("tensor", "fsdp")
+    attn, both = "h/block/attn", ("tensor", "fsdp")
     for name, ndim, spec in (
         ("wte/embedding", 2, P("tensor", "fsdp")),
         ("wpe/embedding", 2, P(None, "fsdp")),
@@ -74,8 +74,8 @@ def test_the_axes_of_a_model():
         (f"{attn}/v/bias", 2, P(None, both)),
         (f"{attn}/c_proj/kernel", 3, P(None, "tensor", "fsdp")),
         (f"{attn}/q_norm/scale", 2, P(None, None)),
-        (f"{mlp}/c_gate/kernel", 3, P(None, "fsdp", "tensor")),
-        (f"{mlp}/c_proj/kernel", 3, P(None, "tensor", "fsdp")),
+        ("h/block/mlp/c_gate/kernel", 3, P(None, "fsdp", "tensor")),
+        ("h/block/mlp/c_proj/kernel", 3, P(None, "tensor", "fsdp")),
         ("h_0/mlp/c_fc/lora_a", 2, P("fsdp", None)),
         ("h_0/mlp/c_fc/lora_b", 2, P(None, "tensor")),
         ("h_0/mlp/c_proj/kernel_scale", 1, P("fsdp")),
@@ -87,34 +87,25 @@ def test_the_axes_of_a_model():
     assert find_spec(("h", "block", "attn", "q_norm", "scale"), 2, over_heads) == P(None, both)
 
 
-def keep_pairs(params):
-    """Two arrays by name for each matrix, one of them of another shape, nothing for a vector, and a number."""
-    kept = jax.tree.map(lambda x: {"mean": x, "row": x[0]} if x.ndim == 2 else (), params)
-    return {"kept": kept, "count": jnp.zeros((), jnp.int32)}
+def keep_rows(params):
+    """Of each matrix itself and a row, by name, and a number."""
+    return {"rows": jax.tree.map(lambda x: {"all": x, "row": x[0]} if x.ndim == 2 else (), params), "n": jnp.zeros(())}
 
 
-OWN = optax.chain(
-    optax.GradientTransformation(keep_pairs, lambda updates, state, params=None: (updates, state)),
-    optax.masked(optax.trace(0.9), lambda params: jax.tree.map_with_path(lambda path, _: path[0].key == "wte", params)),
-)
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon", "own"])
-def test_an_optimisers_arrays_are_sharded_like_their_parameters(name):
+def test_what_an_optimiser_keeps_is_sharded_like_its_parameters():
     config = dataclasses.replace(TINY, vocab_size=16)
     params = config.make_model().shapes()
-    optimizer = OWN if name == "own" else OptimConfig(name=name).make_optimizer(10, model=config)
-    kept = jax.eval_shape(optimizer.init, params)
-    found = _state_shardings(MESH, TrainState(0, params, kept, 0, 0), config, optimizer)
-    shardings, followed = jax.tree.leaves(found.opt_state), 0
-    for (path, x), sharding in zip(jax.tree.leaves_with_path(kept), shardings, strict=True):
-        keys, spec = [getattr(entry, "key", None) for entry in path], P()
-        for names, param in flatten_dict(params).items():
-            if x.shape == param.shape and any(tuple(keys[i : i + len(names)]) == names for i in range(len(keys))):
-                spec = find_spec(names, x.ndim, config)
-                followed += 1
-        assert sharding == NamedSharding(MESH, spec), path
-    assert followed
+    rows = optax.GradientTransformation(keep_rows, lambda updates, state, params=None: (updates, state))
+    own = optax.chain(rows, optax.masked(optax.trace(0.9), {name: name == "wte" for name in params}))
+    adamw, own = (
+        _state_shardings(MESH, TrainState(0, params, jax.eval_shape(x.init, params), 0, 0), config, x)
+        for x in (OptimConfig().make_optimizer(10, model=config), own)
+    )
+    assert optax.tree.get(adamw, "mu") == optax.tree.get(adamw, "nu") == adamw.params == own.params
+    place, replicated = own.params["wte"]["embedding"], NamedSharding(MESH, P())
+    kept, masked = own.opt_state
+    assert kept["n"] == replicated and kept["rows"]["wte"]["embedding"] == {"all": place, "row": replicated}
+    assert jax.tree.leaves(masked) == [place] and place.spec == P("tensor", "fsdp")
 
 
 # Slices
@@ -247,44 +238,3 @@ def test_accumulation_follows_from_the_batch_and_the_devices(batch, shards, micr
     found = split_batch(batch, shards, ParallelConfig(micro_batch_size=micro))
     assert (found.micro_batch_size, found.grad_accum_steps) == expected
     assert found.micro_batch_size * shards * found.grad_accum_steps == batch
-
-
-# Which loss a trainer takes
-
-
-def experiment(width=768, **parallel):
-    model = GPTConfig(vocab_size=16, block_size=8, n_layer=1, n_head=1, n_embd=width, logit_softcap=30.0)
-    return Experiment(name="loss", model=model, parallel=ParallelConfig(**{"loss_chunk": 4} | parallel))
-
-
-def on(device_kind, hooks=NO_SHARDING):
-    device = types.SimpleNamespace(platform="tpu", device_kind=device_kind)
-    return types.SimpleNamespace(devices=(device,), sharding_hooks=hooks)
-
-
-@pytest.mark.parametrize(
-    ("device", "width", "how", "expected"),
-    [
-        ("TPU v6 lite", 768, {"loss_chunk": None}, None),  # all logits are in memory
-        ("TPU v6 lite", 768, {"loss_chunk": 8}, None),  # all of the context
-        ("TPU v6 lite", 768, {}, fused_next_token_loss),
-        ("TPU v6 lite", 768, {"loss_kernel": "xla"}, chunked_next_token_loss),
-        ("TPU v6 lite", 1600, {}, chunked_next_token_loss),  # a wide model has more products to repeat
-        ("TPU v5 lite", 768, {}, chunked_next_token_loss),  # its memory is faster for its arithmetic
-        ("TPU v5 lite", 768, {"loss_kernel": "fused"}, fused_next_token_loss),
-        ("TPU v99", 768, {}, chunked_next_token_loss),
-    ],
-)
-def test_the_kernel_is_taken_where_it_pays(device, width, how, expected):
-    found = choose_head_loss(experiment(width, **how), on(device))
-    assert getattr(found, "func", found) is expected
-    assert getattr(found, "keywords", {}) == ({"chunk": 4} if expected is chunked_next_token_loss else {})
-
-
-def test_the_kernel_is_refused_where_it_cannot_run():
-    fused = experiment(loss_kernel="fused")
-    with pytest.raises(UserError, match="loss_kernel=fused is not available here: the device is cpu. Use auto or xla"):
-        choose_head_loss(fused, make_single(jax.devices()[:1]))
-    mesh = make_mesh(jax.devices()[:1], ParallelConfig(strategy="mesh"), fused.model)
-    with pytest.raises(UserError, match="it runs on one device or by pmap, not on a mesh"):
-        choose_head_loss(fused, on("TPU v6 lite", mesh.sharding_hooks))

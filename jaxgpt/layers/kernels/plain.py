@@ -1,6 +1,5 @@
 """Attention in plain JAX, and `Scores`, which all kernels take."""
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -120,18 +119,6 @@ def _fold_heads(x_BSKH: jax.Array) -> jax.Array:
     """Return x_MSH, in which heads are folded into the batch."""
     B, S, K, _ = x_BSKH.shape
     return x_BSKH.swapaxes(1, 2).reshape(B * K, S, -1)
-
-
-def with_dropout(kernel: AttentionFn) -> AttentionFn:
-    """Return a kernel whose place `plain_attention` takes where weights are dropped, which `kernel` cannot do."""
-
-    @functools.wraps(kernel)
-    def attend(q_BTNH, k_BSKH, v_BSKH, scores=DEFAULT_SCORES, *, segments_BT=None, key=None):
-        if key is not None:
-            return plain_attention(q_BTNH, k_BSKH, v_BSKH, scores, segments_BT=segments_BT, key=key)
-        return kernel(q_BTNH, k_BSKH, v_BSKH, scores, segments_BT=segments_BT)
-
-    return attend
 
 
 def cap_scores(scores: jax.Array, softcap: float | None) -> jax.Array:

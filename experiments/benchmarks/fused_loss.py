@@ -1,13 +1,33 @@
-"""Cross-entropy of a linear layer by Pallas kernels for TPU, which never write the [U, V] logits to memory."""
+"""Cross-entropy of GPT-2 124M by Pallas kernels for TPU, which never write the [U, V] logits to memory.
 
+Question    Is a step on a TPU faster by a loss that keeps the logits on the chip and computes them three times?
+Reference   Liger Kernel (Hsu et al. 2024, arXiv:2410.10989) and tokamax have such losses.
+Change      An objective of one's own, which takes the place of the loss in chunks of 512 tokens. It runs on one device or
+            by pmap: on a mesh the compiler cannot partition the kernels.
+Command     jaxgpt study experiments/benchmarks/fused_loss.py --data.path DIR        DIR: tokens of jaxgpt prepare
+            jaxgpt plan experiments/benchmarks/fused_loss.py --topology v6e:1x1      compiles it without a TPU
+Hardware    a TPU. `--objective.interpret` runs the kernels elsewhere, slowly, in Pallas's interpreter.
+Expected    Faster where 4 D FLOPs take less than half of the time of 18 bytes of memory: on a v6e at width 768, not on a
+            v5e or v5p, whose memory is faster for their arithmetic.
+Result      Not timed yet, since no TPU was at hand. Values and gradients are those of the logits, by interpretation.
+"""
+
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+
+import jaxgpt
+from jaxgpt import Experiment, ObjectiveConfig, ParallelConfig, TrainConfig, UserError
+from jaxgpt.layers.block import NO_SHARDING
+from jaxgpt.presets import gpt2
+from jaxgpt.train import LossFn
 
 TILE_V = 1024  # columns of logits that a kernel holds at once
 TILE_ELEMENTS = 2**21  # elements in a tile of rows: 2048 rows of width 1024
@@ -27,7 +47,7 @@ def fused_nats(
 
     The logits are computed three times, tile by tile: for the sum of their exponentials, for the gradient of x and for
     the head's gradient. That takes 5 products instead of 3, and saves the 18 bytes of traffic that each of U V logits
-    costs in `head_loss.chunked_next_token_loss`. A width of 768 gains by it on a TPU v6e, which computes 574 FLOPs in
+    costs in jaxgpt's loss in chunks. A width of 768 gains by it on a TPU v6e, which computes 574 FLOPs in
     the time of a byte.
 
     Args:
@@ -169,3 +189,56 @@ def _add_gradient(
     @pl.when(tile == pl.num_programs(1) - 1)
     def _():
         out_ref[...] = total_ref[...].astype(out_ref.dtype)
+
+
+def fused_next_token_loss(
+    model: nn.Module,
+    head: Any,
+    x_BTD: jax.Array,
+    targets_BT: jax.Array,
+    mask_BT: jax.Array | None = None,
+    *,
+    smoothing: float = 0.0,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Return `next_token_loss` of hidden states of a `GPT` by `fused_nats`."""
+    mask_BT = jnp.ones(targets_BT.shape, bool) if mask_BT is None else mask_BT
+    config: Any = model.config  # type: ignore[attr-defined]
+    head_VD = head["wte"]["embedding"] if config.tie_embeddings else head["lm_head"]["kernel"].T
+    targets_U = jnp.where(mask_BT, targets_BT, 0).reshape(-1)
+    x_UD = x_BTD.reshape(-1, x_BTD.shape[-1])
+    nats_U = fused_nats(
+        x_UD, head_VD, targets_U, smoothing=smoothing, softcap=config.logit_softcap, interpret=interpret
+    )
+    return jnp.sum(nats_U, where=mask_BT.reshape(-1)), jnp.sum(mask_BT, dtype=jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedLossConfig(ObjectiveConfig):
+    """The next token's loss by the kernels of this page."""
+
+    interpret: bool = False  # run without a TPU, slowly
+
+    def make_loss(self, model: nn.Module, *, head_loss: Any = None, label_smoothing: float = 0.0) -> LossFn:
+        """Return the loss, which takes the place of the one in chunks."""
+        sharding: Any = model.sharding  # type: ignore[attr-defined]
+        if sharding is not NO_SHARDING:
+            raise UserError(
+                "the fused loss runs on one device or by pmap, not on a mesh: take another --parallel.strategy"
+            )
+        fused = functools.partial(fused_next_token_loss, interpret=self.interpret)
+        return super().make_loss(model, head_loss=fused, label_smoothing=label_smoothing)
+
+
+experiment = Experiment(
+    name="fused-loss",
+    model=dataclasses.replace(gpt2("124M"), vocab_size=50_304, dropout=0.0, bias=False, remat="dots"),
+    objective=FusedLossConfig(),
+    parallel=ParallelConfig(micro_batch_size=12, loss_chunk=512),
+    train=TrainConfig(steps=100, batch_size=480),
+)
+
+variants = {"in chunks": dataclasses.replace(experiment, objective=ObjectiveConfig()), "fused": experiment}
+
+if __name__ == "__main__":
+    jaxgpt.run_experiment(experiment)
