@@ -71,7 +71,8 @@ def make_mesh(devices: Sequence[jax.Device], config: ParallelConfig, model: GPTC
         raise UserError(f"parallel {given} does not make the {len(devices)} devices there are: {remedy}")
     sizes = {name: rest if n == -1 else n for name, n in sizes.items()}
     if sizes["data"] % config.slices:
-        raise UserError(f"parallel.slices={config.slices} does not divide parallel.data={sizes['data']}")
+        problem = f"parallel.slices={config.slices} does not divide parallel.data={sizes['data']}"
+        raise UserError(f"{problem}: take a number that does, or --parallel.strategy auto")
     # Splitting an axis lets tensor=4 on an 8x8x8 torus take half of a ring.
     arrange = functools.partial(mesh_utils.create_device_mesh, allow_split_physical_axes=True)
     in_slice = (sizes["data"] // config.slices, sizes["fsdp"], sizes["tensor"])

@@ -16,9 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment, ParallelConfig, TrainConfig
-from jaxgpt.head_loss import chunked_next_token_loss, fused_next_token_loss
 from jaxgpt.hf.families import FAMILIES
-from jaxgpt.layers.block import NO_SHARDING
 from jaxgpt.lora import LoraConfig, freeze, init_adapters
 from jaxgpt.model import GPTConfig
 from jaxgpt.optim import OptimConfig
@@ -32,9 +30,9 @@ from jaxgpt.parallel.mesh import (
     make_mesh,
     split_slices,
 )
-from jaxgpt.parallel.strategy import make_single, split_batch
-from jaxgpt.parallel.trainer import choose_head_loss, choose_strategy
-from jaxgpt.train import TrainState, init_skip_state
+from jaxgpt.parallel.strategy import split_batch
+from jaxgpt.parallel.trainer import choose_strategy
+from jaxgpt.train import TrainState
 from tests.helpers import TINY, check_command, needs
 from tests.hf.test_families import MODELS
 from tests.test_model import ARCHITECTURES
