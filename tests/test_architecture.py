@@ -30,7 +30,6 @@ ROWS = [
     ["interventions"],
     ["sample"],
     ["data"],
-    ["head_loss"],
     ["loss", "plain_generate"],
     ["optim"],
     ["train"],

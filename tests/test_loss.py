@@ -13,9 +13,8 @@ import optax
 import pytest
 
 from jaxgpt.batch import Batch
-from jaxgpt.head_loss import chunked_next_token_loss
 from jaxgpt.layers.linear import float32_logits
-from jaxgpt.loss import ObjectiveConfig, next_token_loss
+from jaxgpt.loss import ObjectiveConfig, chunked_next_token_loss, next_token_loss
 from tests.helpers import FLOAT32_REORDERED, TINY, import_pages, make_model, tokens_BT
 
 (fused_loss,) = import_pages("benchmarks", "fused_loss")

@@ -16,12 +16,11 @@ from jaxgpt import plain_generate
 from jaxgpt.batch import Batch
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment, TrainConfig
-from jaxgpt.head_loss import chunked_next_token_loss
 from jaxgpt.interventions.model import place_shapes
 from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.lora import LoraConfig
-from jaxgpt.loss import make_loss
+from jaxgpt.loss import chunked_next_token_loss, make_loss
 from jaxgpt.model import GPTConfig
 from jaxgpt.optim import OptimConfig, make_optimizer
 from jaxgpt.parallel.trainer import make_trainer

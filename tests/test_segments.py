@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from jaxgpt.batch import Batch
-from jaxgpt.head_loss import chunked_next_token_loss
 from jaxgpt.layers.position import positions_from_segments
-from jaxgpt.loss import make_loss
+from jaxgpt.loss import chunked_next_token_loss, make_loss
 from jaxgpt.parallel.device import KERNELS
 from tests.helpers import TINY, make_model
 from tests.sample.test_cached import CACHED

@@ -14,11 +14,9 @@ from jaxgpt.batch import Batch
 from jaxgpt.config.validate import short_repr
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
-from jaxgpt.head_loss import chunked_next_token_loss
 from jaxgpt.layers.block import Compute
-from jaxgpt.loop import IN_FLIGHT
 from jaxgpt.lora import freeze, init_adapters, join_adapters, thaw, thawed_shapes, with_adapters
-from jaxgpt.loss import ObjectiveConfig
+from jaxgpt.loss import ObjectiveConfig, chunked_next_token_loss
 from jaxgpt.model import GPT
 from jaxgpt.optim import OptimConfig
 from jaxgpt.parallel.device import ComputeOptions, compute_options, count_parameters

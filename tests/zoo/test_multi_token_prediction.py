@@ -10,8 +10,7 @@ import pytest
 
 from jaxgpt.batch import Batch
 from jaxgpt.errors import UserError
-from jaxgpt.head_loss import chunked_next_token_loss
-from jaxgpt.loss import ObjectiveConfig
+from jaxgpt.loss import ObjectiveConfig, chunked_next_token_loss
 from jaxgpt.model import GPTConfig
 from jaxgpt.optim import label_parameters
 from jaxgpt.sample.cache import can_cache
