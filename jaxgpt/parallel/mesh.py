@@ -1,7 +1,7 @@
-"""Run `jax.jit` over a mesh of devices, data x fsdp x tensor. The compiler inserts the collectives that shardings need.
+"""Run `jax.jit` over a mesh of devices, data x fsdp x tensor. The compiler inserts the collectives.
 
-Sequences are not sharded: that would need ring attention (arXiv:2310.01889), in which devices pass keys and values
-around. No sharding rule produces this.
+Sequences are not sharded: that would need ring attention (arXiv:2310.01889), in which devices pass
+keys and values around. No sharding rule produces this.
 """
 
 import functools
@@ -32,7 +32,7 @@ BATCH_SPEC = P(("data", "fsdp"))  # rows of a batch: all devices of a tensor gro
 BOTH_SPEC = P(("tensor", "fsdp"))  # a vector over all heads or hidden units
 QK_NORM = r"(attn|cross)/[qk]_norm/scale"
 
-# The mesh axes of each parameter, by the end of its path. Each parameter matches exactly one entry, which a test checks.
+# The mesh axes of each parameter, by the end of its path. Each matches exactly one entry (tested).
 # fsdp shards each matrix along D, and the matrix is gathered when its layer runs (ZeRO, arXiv:1910.02054).
 # tensor shards the computation: each device has some of the heads, hidden units and vocabulary, and only sums over
 # them are all-reduced (Megatron, arXiv:1909.08053).
@@ -193,27 +193,28 @@ def _shard_attention(mesh: Mesh, attention_fn: AttentionFn) -> AttentionFn:
 
 
 def find_spec(names: tuple[str, ...], ndim: int, config: GPTConfig) -> P | None:
-    """Return the mesh axes of a parameter, None if no entry of `PARAMETER_SPECS` has its name and rank.
+    """Return the mesh axes of a parameter, None if `PARAMETER_SPECS` does not have its name and rank.
 
-    Adapters and the scales of int8 matrices follow their kernel. The rank of adapters is not sharded.
+    Adapters and the scales of int8 matrices follow their kernel. Adapters' rank is not sharded.
     """
     kernel = re.sub("(lora_[ab]|kernel_scale)$", "kernel", "/".join(names))
     specs = PARAMETER_SPECS | ({QK_NORM: BOTH_SPEC} if config.qk_norm_over == "heads" else {})
-    spec = next((spec for pattern, spec in specs.items() if re.fullmatch(f"(.*/)?({pattern})", kernel)), None)
-    if spec is None:
+    found = [spec for end, spec in specs.items() if re.fullmatch(f"(.*/)?({end})", kernel)]
+    if not found:
         return None
+    [spec] = found
     if names[-1] == "lora_a":
         spec = P(spec[0], None)
     elif names[-1] == "lora_b":
         spec = P(None, spec[1])
     elif names[-1] == "kernel_scale":
         spec = P(spec[1])
-    stacked = ndim - len(spec)  # scan_layers stacks the blocks, and all devices run the same block at a time
+    stacked = ndim - len(spec)  # scan_layers stacks blocks, and all devices run the same one at a time
     return P(*[None] * stacked, *spec) if stacked >= 0 else None
 
 
 def _shard_params(mesh: Mesh, params: Params, config: GPTConfig) -> Any:
-    """Return the sharding of each parameter: by `find_spec`, and where that says nothing by the configuration."""
+    """Return the sharding of each parameter, by `find_spec` or else by the configuration."""
 
     def shard(path: tuple, x: Any) -> NamedSharding:
         names = tuple(entry.key for entry in path)
@@ -232,7 +233,9 @@ def _divides(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> bool:
     """Return whether a shape has the axes of a spec, and each is divisible over its devices."""
     over = [axes if isinstance(axes, tuple) else (axes,) for axes in spec]
     sizes = [math.prod(mesh.shape[axis] for axis in axes if axis is not None) for axes in over]
-    return len(spec) <= len(shape) and all(n % size == 0 for n, size in zip(shape, sizes, strict=False))
+    if len(spec) > len(shape):
+        return False
+    return all(n % size == 0 for n, size in zip(shape, sizes, strict=False))
 
 
 def _state_shardings(
@@ -247,7 +250,7 @@ def _state_shardings(
     replicated = NamedSharding(mesh, P())
 
     def follow(kept: Any, params: Any, shardings: Any) -> Any:
-        """Return the shardings of what an optimiser keeps for parameters. It may keep several arrays for one, or none."""
+        """Return the shardings of what is kept for parameters: any number of arrays for each."""
         if isinstance(kept, dict) and isinstance(params, dict):
             return {name: follow(kept[name], params[name], shardings[name]) for name in kept}
         return jax.tree.map(lambda x: shardings if x.shape == params.shape else replicated, kept)

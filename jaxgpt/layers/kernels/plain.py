@@ -23,8 +23,7 @@ class Scores(NamedTuple):
 
 
 DEFAULT_SCORES = Scores()
-#: Causal attention by some kernel, `(q_BTNH, k_BSKH, v_BSKH, scores, *, segments_BT, key) -> out_BTNH`.
-#: Arguments: see `plain_attention`.
+#: A causal kernel, `(q_BTNH, k_BSKH, v_BSKH, scores, *, segments_BT, key) -> out_BTNH`
 AttentionFn = Callable[..., jax.Array]
 
 
@@ -48,7 +47,7 @@ def plain_attention(
         k_BSKH: keys.
         v_BSKH: values. Their head size may differ from H, and is the result's.
         scores: scale, window, cap and dropout of the scores.
-        segments_BT: int32, the document of each token: it attends to no other. None means one document per row.
+        segments_BT: int32, the document of each token: it attends to no other. None means one per row.
         key: the key of dropout. None means no dropout.
         causal: attend to the keys up to the query's position, where T and S are equal. False means to all keys.
         mask_BNTS: bool, whether each query may attend to each key, besides what the other arguments say. Any axis may be
@@ -64,10 +63,12 @@ def plain_attention(
     blocks = []
     for start in range(0, T, size):
         end = start + size
-        read = slice(0 if scores.window is None else max(0, start + 1 - scores.window), end if causal else S)
+        first = 0 if scores.window is None else max(0, start + 1 - scores.window)
+        read = slice(first, end if causal else S)
         own = key if size == T or key is None else jax.random.fold_in(key, start)
         seen_BNTS = visible_BNTS[:, :, start:end, read]
-        weights_BNTS = attention_weights(q_BTNH[:, start:end], k_BSKH[:, read], scores, seen_BNTS, own)
+        q_BtNH, k_BsKH = q_BTNH[:, start:end], k_BSKH[:, read]
+        weights_BNTS = attention_weights(q_BtNH, k_BsKH, scores, seen_BNTS, own)
         weights_MQS = weights_BNTS.astype(v_MSH.dtype).reshape(B * K, N // K * size, -1)
         out_MQH = jnp.einsum("MQS,MSH->MQH", weights_MQS, v_MSH[:, read])
         blocks.append(out_MQH.reshape(B, N, size, -1))
@@ -87,12 +88,16 @@ def find_visible(
 
 
 def attention_weights(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, scores: Scores, visible_BNTS: jax.Array, key: jax.Array | None = None
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    scores: Scores,
+    visible_BNTS: jax.Array,
+    key: jax.Array | None = None,
 ) -> jax.Array:
-    """Return the weights of the keys, weights_BNTS in float32. In what is visible, B and N may be 1.
+    """Return the weights of the keys, weights_BNTS in float32. Axes B and N of what is visible may be 1.
 
-    Heads fold into the batch (M is B K, and Q is G T), so that each product is a batch of plain matrices: XLA on CPU
-    takes 3.3 ms for what costs 5.5 ms with the heads inside (B=12, T=64, N=4, H=32, forward and backward).
+    Heads fold into the batch (M is B K, and Q is G T). XLA on CPU takes 3.3 ms for what costs 5.5
+    with the heads inside: B=12, T=64, N=4, H=32, forward and backward.
     """
     (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
     G = N // K
@@ -108,7 +113,8 @@ def attention_weights(
     else:
         visible_MQS = jnp.tile(visible_BNTS[:, 0], (1, G, 1))
     # finfo.min, not -inf: a row of -inf would give 0/0. Its softmax is an exact zero too.
-    weights_MQS = jax.nn.softmax(jnp.where(visible_MQS, scores_MQS, jnp.finfo(jnp.float32).min), axis=-1)
+    scores_MQS = jnp.where(visible_MQS, scores_MQS, jnp.finfo(jnp.float32).min)
+    weights_MQS = jax.nn.softmax(scores_MQS, axis=-1)
     if key is not None and scores.dropout:
         keep_MQS = jax.random.bernoulli(key, 1.0 - scores.dropout, weights_MQS.shape)
         weights_MQS = jnp.where(keep_MQS, weights_MQS / (1.0 - scores.dropout), 0.0)

@@ -25,7 +25,9 @@ def native_attention(
 
     A core takes a row and a key/value head, and a block of queries at a time. Their scores stay in its cache: no [T, S]
     array is written, and the backward pass computes them again (FlashAttention, Dao et al. 2022, arXiv:2205.14135).
-    T and S are equal. The bits do not depend on the number of cores. Other types than float32 are converted. Raises `UserError` where `why_not_native` says why.
+    T and S are equal. The bits do not depend on the number of cores. Other types than float32 are converted.
+
+    Raises `UserError` where `why_not_native` says why.
     """
     if (why := why_not_native()) is not None:
         raise UserError(f"there is no native attention here: {why}")
@@ -58,5 +60,6 @@ _attend.defvjp(_forward, _backward)
 
 def _call(direction: str, shapes: tuple, scores: Scores, *arrays: jax.Array) -> Any:
     call = jax.ffi.ffi_call(f"jaxgpt_attention_{direction}", [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes])
-    window, softcap = np.int64(scores.window or 0), np.float32(scores.softcap or 0.0)  # 0: all tokens, and no cap
-    return call(*arrays, scale=np.float32(scores.scale), window=window, softcap=softcap)
+    window, softcap = scores.window or 0, scores.softcap or 0.0  # 0: all tokens, and no cap
+    numbers = {"scale": np.float32(scores.scale), "window": np.int64(window)}
+    return call(*arrays, **numbers, softcap=np.float32(softcap))
