@@ -89,7 +89,7 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     device = None if devices is None else devices[0]
     required = recorded is None or train.attention != recorded.train.attention
     options = compute_options(experiment.model, train, device, is_packed=experiment.data.is_packed, required=required)
-    strategy, split = choose_strategy(experiment, devices)
+    strategy, split = choose_strategy(experiment, devices, is_resumed=recorded is not None)
     chunk, head_loss = experiment.parallel.loss_chunk, None
     if chunk is not None and chunk < experiment.model.block_size:
         head_loss = functools.partial(chunked_next_token_loss, chunk=chunk)
@@ -201,13 +201,19 @@ def mean_loss(eval_step: Callable, params: Params, batches: Iterable[Batch]) -> 
     return nats / count, int(count)
 
 
-def choose_strategy(experiment: Experiment, devices: Devices = None) -> tuple[Strategy, BatchSplit]:
-    """Return the strategy and the split of a batch. Raises `UserError` if they do not fit the devices."""
+def choose_strategy(
+    experiment: Experiment, devices: Devices = None, *, is_resumed: bool = False
+) -> tuple[Strategy, BatchSplit]:
+    """Return the strategy and the split of a batch. Raises `UserError` if they do not fit the devices.
+
+    is_resumed: auto ignores the sizes of a mesh, which the run may have recorded on other devices.
+    """
     parallel, present = experiment.parallel, jax.devices() if devices is None else devices
     name = parallel.strategy
-    if name == "auto":  # whatever the sizes of a mesh: a run whose mesh does not fit these devices is resumed by it
+    is_one = (parallel.data, parallel.fsdp, parallel.tensor, parallel.slices) == (-1, 1, 1, 1)
+    if name == "auto" and (is_one or is_resumed):
         name = "pmap" if len(present) > 1 else "single"
-    elif name != "mesh" and (parallel.data, parallel.fsdp, parallel.tensor, parallel.slices) != (-1, 1, 1, 1):
+    elif name != "mesh" and not is_one:
         given = f"data={parallel.data}, fsdp={parallel.fsdp}, tensor={parallel.tensor}, slices={parallel.slices}"
         raise UserError(f"parallel.{given} need --parallel.strategy mesh, not {name}")
     if name == "mesh":
@@ -224,7 +230,7 @@ def choose_strategy(experiment: Experiment, devices: Devices = None) -> tuple[St
 def fit_devices(experiment: Experiment) -> Experiment:
     """Return a recorded experiment, with the strategy auto if its own does not fit these devices."""
     try:
-        choose_strategy(experiment)
+        choose_strategy(experiment, is_resumed=True)
     except UserError:
         return dataclasses.replace(experiment, parallel=dataclasses.replace(experiment.parallel, strategy="auto"))
     return experiment

@@ -178,10 +178,9 @@ def arrange(**sizes):
     return make_mesh([None] * 8, ParallelConfig(**sizes), GPT2)
 
 
-def choose(batch_size=64, **parallel):
-    return choose_strategy(
-        Experiment(name="e", train=TrainConfig(batch_size=batch_size), parallel=ParallelConfig(**parallel))
-    )
+def choose(is_resumed=False, **parallel):
+    experiment = Experiment(name="e", train=TrainConfig(batch_size=64), parallel=ParallelConfig(**parallel))
+    return choose_strategy(experiment, is_resumed=is_resumed)
 
 
 def split(batch_size):
@@ -200,6 +199,7 @@ def in_chunks(n):
         (arrange, dict(fsdp=4, slices=4), "slices=4 does not divide parallel.data=2"),
         (choose, dict(strategy="single", slices=2), "slices=2 need --parallel.strategy mesh, not single"),
         (choose, dict(strategy="pmap", fsdp=2), "need --parallel.strategy mesh"),
+        (choose, dict(fsdp=2), "need --parallel.strategy mesh, not auto"),
         (choose, dict(strategy="mesh", fsdp=2), "does not make the 1 devices .* Or take --parallel.strategy auto"),
         (divide, dict(tensor=8), r"n_head=12 does not divide over parallel.tensor=8: take model.n_head=8 or 16"),
         (divide, dict(config=GPTConfig(n_kv_head=2), tensor=4), "n_kv_head=2 does not divide over parallel.tensor=4"),
@@ -224,7 +224,7 @@ def test_bad_sizes_are_told(call, how, message):
 
 @pytest.mark.parametrize("sizes", [{}, {"data": 2, "fsdp": 4}])
 def test_auto_takes_one_device_whatever_mesh_is_recorded(sizes):
-    strategy, divided = choose(micro_batch_size=4, **sizes)
+    strategy, divided = choose(is_resumed=True, micro_batch_size=4, **sizes)
     assert (strategy.name, divided.micro_batch_size) == ("one device", 4)
 
 
