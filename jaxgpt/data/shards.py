@@ -38,6 +38,7 @@ FROM_NANOGPT = (
 
 SCAN = 2**22  # tokens read at a time
 OURS = re.compile(r"(train|val)_\d{6,}\.bin")  # names of the shards of `jaxgpt prepare`
+SHARD = {"file": str, "documents": int, "tokens": int, "sha256": str}  # the record of one
 HELD_OUT = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])", re.IGNORECASE)  # matches the names of validation files
 
 
@@ -114,11 +115,10 @@ def open_shards(
         if len(files) > 1:
             share = f"{100 * val_fraction:g}%"
             notes.append(f"no file is named val: of the {len(files)} files the last {share} of the tokens are held out")
-    counted: dict[str, int] = {}
-    if index is not None and held_out:
-        made = [s["file"] for s in index["shards"] if s["file"].startswith("val")]
-        if sorted(made) == [f.name for f in held_out]:
-            counted = index.get("text", {}).get("val", counted)  # which earlier versions did not count
+    listed = index or {"shards": []}
+    made = sorted(shard["file"] for shard in listed["shards"] if shard["file"].startswith("val"))
+    is_counted = "text" in listed and made and made == [f.name for f in held_out]  # earlier versions did not count
+    counted = listed["text"]["val"] if is_counted else {}
     lengths = {"train_tokens": sum(map(len, train)), "val_tokens": sum(map(len, val))}
     return Dataset(
         train=Tokens(train),
@@ -132,10 +132,7 @@ def open_shards(
 
 
 def read_index(root: Path) -> dict[str, Any] | None:
-    """Return the index.json of `jaxgpt prepare`, without its own digest, or None if there is none or another program's.
-
-    Raises `UserError` if it is damaged.
-    """
+    """Return index.json of `jaxgpt prepare` without its digest, None for none or another's. Raises `UserError` if damaged."""
     path = root / "index.json"
     held = read_json(path, 2**26) if is_there(path, "Move it elsewhere.") else None
     digest = held.pop("sha256", None) if isinstance(held, dict) else None  # earlier versions wrote none
@@ -145,10 +142,10 @@ def read_index(root: Path) -> dict[str, Any] | None:
             "at": None | [int(), int(), int()],
             "arguments": dict(),
             "bytes": dict(),
-            "open": dict(opened),
+            "open": dict(),
             "shards": list(shards),
             "tokenizer": {"sha256": str(), "vocab_size": int(), "end_of_text": int()},
-        } if digest in (None, json_sha256(held)) and all(map(_is_shard, [*shards, *opened.values()])):
+        } if digest in (None, json_sha256(held)) and all(map(_is_shard, shards)):
             return held if digest else {key: value for key, value in held.items() if key != "text"}
     if held is not None and (digest is not None or any(OURS.fullmatch(file.name) for file in root.glob("*.bin"))):
         raise UserError(f"{path} is damaged: restore a copy, or delete {root} and prepare it again")
@@ -156,11 +153,7 @@ def read_index(root: Path) -> dict[str, Any] | None:
 
 
 def _is_shard(record: Any) -> bool:
-    """Return whether this is the record of a complete shard, or of an open one: its number, tokens and documents."""
-    match record:
-        case {"file": str(), "documents": int(), "tokens": int(), "sha256": str()} | [int(), int(), int()]:
-            return True
-    return False
+    return isinstance(record, dict) and {key: type(value) for key, value in record.items()} == SHARD
 
 
 def check_shards(root: Path, listed: list[dict[str, Any]], scanned: dict[str, dict[str, Any]]) -> None:

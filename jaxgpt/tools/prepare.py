@@ -1,8 +1,8 @@
 """Turn text into token shards that `jaxgpt train --data.path` reads: the same bytes with any number of workers.
 
 One process reads documents in order and cuts them into pieces of bounded size. Workers encode batches of them, and the
-first process appends the tokens in order. `index.json` says what is written, up to which piece of which document: after
-a kill, what it does not list is written again.
+first process writes the tokens in order, now and then: all files are whole. `index.json` says what is written, up to which
+piece of which document: after a kill, what it does not list is written again.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from jaxgpt.data.tokenizer import (
     train_bpe,
 )
 from jaxgpt.errors import UserError, first_line, reason_of, shell_line
-from jaxgpt.files import Result, is_there, json_sha256, open_file, render_json, write_whole
+from jaxgpt.files import Result, is_there, json_sha256, open_file, open_whole, render_json, write_whole
 
 SPLITS = ("train", "val")
 KIND = re.compile(r"(?s).*\.(?:(txt|jsonl)(?:\.(gz|zst))?|parquet)")
 TAKES = "a source is .txt or .jsonl, also .gz or .zst, .parquet, a folder or glob of them, or OWNER/NAME[:CONFIG] on the Hub"
-OURS = re.compile(r"(train|val)_\d{6,}\.bin(\.part)?|(index|tokenizer)\.json(\.[0-9a-f]{8})?|\.lock")
+OURS = re.compile(r"((train|val)_\d{6,}\.bin|(index|tokenizer)\.json)(\.[0-9a-f]{8}|\.part)?|\.lock")
 PIECE = 2**20  # characters, or bytes of a batch, that are encoded at once: a longer document is cut
 LONGEST_LINE = 2**26  # bytes of a line of .jsonl
 SAMPLE = 2**26  # characters that a tokenizer is trained on, the same share of each source
-SAVE_EVERY, SAY_EVERY = 20.0, 10.0  # seconds between records of the progress, and between lines about it
+SAVE_EVERY, SAY_EVERY = 60.0, 10.0  # seconds between records of the progress, and between lines about it
 START = [0, 0, 0]  # a position: source, row in it, piece of the row
 # Up to the last place where every pattern that `split_words` knows ends a word: a cut there changes no token.
 WORDS = re.compile(r"(?s).*\S(?:(?= )|\n(?=\S))")
@@ -163,6 +163,8 @@ def read_index(place: Path, given: dict[str, Any], names: dict[str, int]) -> dic
         differing = [f"{key} ({then.get(key)!s:.60}, now {x!s:.60})" for key, x in given.items() if then.get(key) != x]
         if not differing:  # a file that is not read to its end may have been repaired
             differing = [f"size of {name}" for name in [*names][:done] if held["bytes"].get(name) != names[name]]
+        if held["open"]:  # shards of earlier versions, which appended to files
+            differing = ["version of jaxgpt"]
         if differing:
             raise UserError(f"{place} was begun with another {', '.join(differing)}: name another --out, or delete it")
         return held | {"bytes": names}
@@ -176,8 +178,10 @@ def check_files(place: Path, index: dict[str, Any]) -> None:
 
     if index["at"] != START:
         check_tokenizer(path := place / "tokenizer.json", load_tokenizer(path), index)
-        files = [path for shard in index["shards"] if (path := place / shard["file"]).exists()]
-        check_shards(place, index["shards"], {f.name: scan(f, open_shard(f), 2**32) for f in files})
+        known = {place / shard["file"]: shard["tokens"] for shard in index["shards"]}
+        # A file may have more tokens than the index says, if the end came between the two.
+        found = {f.name: scan(f, open_shard(f)[:tokens], 2**32) for f, tokens in known.items() if f.exists()}
+        check_shards(place, index["shards"], found)
 
 
 def save_index(place: Path, index: dict[str, Any]) -> None:
@@ -195,90 +199,65 @@ def write_shards(
     if index["at"] == START:
         save_index(place, index)
         write_whole(place / "tokenizer.json", tokenizer.to_json())
-    shards = {split: Shard(place, split, index, *index["open"].get(split, START)) for split in SPLITS}
+    waiting = {split: [read_last(place, index, split)] for split in SPLITS}  # tokens of shards that are not full
     pieces = read_pieces([*names], given["column"], given["val_fraction"], index["at"])
     encoded, starts = encode_all(pieces, tokenizer, place / "tokenizer.json", workers), [0, *names.values()]
     saved, total, done = time.monotonic(), sum(starts) if all(starts[1:]) else None, 0
     with contextlib.closing(encoded), show_progress(total, say) as tell:
         for batch, tokens in encoded:
-            last, closed = batch[-1], len(index["shards"])
             for split, ids in tokens.result().items():
-                while len(ids):
-                    ids = shards[split].write(ids)
-                    number, count, _ = shards[split].state
-                    if count == given["shard_tokens"]:
-                        shards[split].finish()
-                        shards[split] = Shard(place, split, index, number + 1)
+                waiting[split].append(ids)
             for piece in batch:
                 done += piece.size
-                if "text" in index:  # an earlier version did not count: the end of a document counts as a newline
-                    text = index["text"][piece.split]
-                    text["bytes"] += piece.size + piece.is_last
-                    text["characters"] += len(piece.text) + piece.is_last
+                counts = index["text"][piece.split]
+                counts["bytes"] += piece.size + piece.is_last  # the end of a document counts as a newline
+                counts["characters"] += len(piece.text) + piece.is_last
+            last, most = batch[-1], max(sum(map(len, parts)) for parts in waiting.values())
             tell(done if total is None else sum(starts[: last.following[0] + 1]) + last.read)
-            if len(index["shards"]) > closed or time.monotonic() - saved > SAVE_EVERY or index["at"] == START:
-                index |= {"at": last.following, "open": {split: shard.sync() for split, shard in shards.items()}}
+            if most >= given["shard_tokens"] or time.monotonic() - saved > SAVE_EVERY or index["at"] == START:
+                waiting = {split: [write_split(place, index, split, parts)] for split, parts in waiting.items()}
+                index["at"], saved = last.following, time.monotonic()
                 save_index(place, index)
-                saved = time.monotonic()
-    for shard in shards.values():
-        shard.finish()
+    for split, parts in waiting.items():
+        write_split(place, index, split, parts)
     if not any(shard["file"].startswith("train") for shard in index["shards"]):
         wrong = "there is no text" if index["at"] == START else f"val_fraction={given['val_fraction']} holds all out"
         index["at"] = START
         raise UserError(f"{', '.join(names)[:200]}: {wrong}: give more text")
-    index |= {"at": None, "open": {}, "shards": sorted(index["shards"], key=lambda shard: shard["file"])}
+    index |= {"at": None, "shards": sorted(index["shards"], key=lambda shard: shard["file"])}
     delete(place, keep=["index.json", "tokenizer.json", ".lock", *(shard["file"] for shard in index["shards"])])
     save_index(place, index)
 
 
-class Shard:
-    """The open shard of a split: NAME.bin.part, which is NAME.bin when it is complete."""
+def read_last(place: Path, index: dict[str, Any], split: str) -> np.ndarray:
+    """Return the tokens of the last shard of a split, or none if it is full."""
+    from jaxgpt.data.shards import open_shard
 
-    def __init__(
-        self, place: Path, split: str, index: dict[str, Any], number: int, tokens: int = 0, documents: int = 0
-    ):
-        """Open a shard with so many tokens and documents. What follows them is dropped."""
-        from jaxgpt.data.shards import LLMC_HEADER_BYTES
+    last = next((shard for shard in reversed(index["shards"]) if shard["file"].startswith(split)), None)
+    if last is None or last["tokens"] == index["arguments"]["shard_tokens"]:
+        return np.zeros(0, token_dtype(index["tokenizer"]["vocab_size"]))
+    return np.array(open_shard(place / last["file"])[: last["tokens"]])
 
-        known = index["tokenizer"]
-        self.state, self._end, self._vocab_size = [number, tokens, documents], known["end_of_text"], known["vocab_size"]
-        self._path, self._index = place / f"{split}_{number:06d}.bin", index
-        self._part = self._path.with_suffix(".bin.part")
-        if self._path.exists():  # complete, but the end came before the index was written
-            os.replace(self._path, self._part)
-        size = LLMC_HEADER_BYTES + tokens * token_dtype(self._vocab_size).itemsize
-        with open(self._part, "ab") as f:
-            if tokens and f.tell() < size:
-                raise UserError(f"{self._part} is missing or cut short: delete {place}, and prepare again")
-            f.truncate(size)
 
-    def write(self, ids: np.ndarray) -> np.ndarray:
-        """Append tokens, and return those that do not fit any more."""
-        ids, rest = np.split(ids, [self._index["arguments"]["shard_tokens"] - self.state[1]])
-        with open(self._part, "ab") as f:
-            f.write(ids.tobytes())
-        self.state[1:] = self.state[1] + len(ids), self.state[2] + int(np.count_nonzero(ids == self._end))
-        return rest
+def write_split(place: Path, index: dict[str, Any], split: str, parts: list[np.ndarray]) -> np.ndarray:
+    """Write the shards that follow the full ones of a split, and return the tokens of the last one unless it is full."""
+    from jaxgpt.data.shards import LLMC_HEADER_BYTES, LLMC_MAGIC
 
-    def sync(self) -> list[int]:
-        """Put all on the disk, and return (number, tokens, documents)."""
-        with open(self._part, "rb+") as f:
-            os.fsync(f.fileno())
-        return self.state
-
-    def finish(self) -> None:
-        """Give the shard llm.c's header and its name, and list it in the index. An empty one is deleted."""
-        from jaxgpt.data.shards import LLMC_MAGIC, open_shard, scan
-
-        if not self.state[1]:
-            return self._part.unlink()
-        magic = next(m for m, dtype in LLMC_MAGIC.items() if dtype == token_dtype(self._vocab_size))
-        with open(self._part, "rb+") as f:
-            f.write(np.array([magic, 1, self.state[1]], np.int32).tobytes())
-        self.sync()
-        os.replace(self._part, self._path)
-        found = scan(self._path, open_shard(self._path), self._vocab_size)
-        self._index["shards"].append({"file": self._path.name, "documents": self.state[2], **found})
+    ids, most, end = np.concatenate(parts), index["arguments"]["shard_tokens"], index["tokenizer"]["end_of_text"]
+    mine = [shard for shard in index["shards"] if shard["file"].startswith(split)]
+    others, known = [x for x in index["shards"] if x not in mine], [x for x in mine if x["tokens"] == most]
+    header = np.zeros(LLMC_HEADER_BYTES // 4, np.int32)
+    for start in range(0, len(ids), most):
+        here = ids[start : start + most]
+        header[:3] = next(magic for magic, dtype in LLMC_MAGIC.items() if dtype == ids.dtype), 1, len(here)
+        file = f"{split}_{len(known):06d}.bin"
+        with open_whole(place / file) as f:
+            f.write(header)
+            f.write(here)
+        made = {"documents": int(np.count_nonzero(here == end)), "tokens": len(here)}
+        known.append({"file": file, **made, "sha256": hashlib.sha256(here).hexdigest()})
+    index["shards"] = others + known
+    return ids[len(ids) // most * most :]
 
 
 def delete(place: Path, keep: Sequence[str]) -> None:
