@@ -250,7 +250,6 @@ class Training:
         if start == self.experiment.train.steps or trainer.strategy.name != ONE_DEVICE:
             return trainer.train_step
         pool = ThreadPoolExecutor(1)
-        # It is traced here: while grain is imported, etils makes the imports of all threads lazy, which jax cannot bear.
         compiled = pool.submit(trainer.lower().compile)
         pool.shutdown(wait=False)  # after this one task
         return lambda state, batch, key: compiled.result()(state, batch, key)

@@ -55,7 +55,6 @@ LAYER_ROWS = [
 HOMES = {
     "orbax": ["runs.checkpoint"],
     "etils": ["runs.checkpoint"],
-    "grain": ["data.pipeline"],
     "tokenizers": ["data.tokenizer"],
     "jinja2": ["data.render"],
     "llguidance": ["sample.grammar"],
@@ -267,7 +266,7 @@ for name in jaxgpt.__all__:
     getattr(jaxgpt, name)
 from jax._src import xla_bridge
 assert not xla_bridge._backends, xla_bridge._backends
-assert "grain" not in sys.modules and "matplotlib" not in sys.modules
+assert "matplotlib" not in sys.modules
 """
     check_command("-c", code, cwd=tmp_path)
 

@@ -14,7 +14,7 @@ from jaxgpt.presets import quickstart
 from tests.conftest import keep_compiled
 from tests.helpers import check_command, needs, run_command
 
-HEAVY = ("jax", "flax", "optax", "orbax", "grain", "matplotlib", "tokenizers", "rich", "numpy")
+HEAVY = ("jax", "flax", "optax", "orbax", "matplotlib", "tokenizers", "rich", "numpy")
 
 
 def imported(code, tmp_path, *argv):
@@ -36,7 +36,7 @@ except SystemExit as e:
 
 
 def test_the_loop_imports_what_it_needs_for_the_first_step(tmp_path):
-    """Grain and Orbax take a second, and are not needed before the first batch and the first checkpoint."""
+    """Orbax takes a second, and is not needed before the first checkpoint."""
     assert imported("import jaxgpt.training", tmp_path) == {"jax", "flax", "optax", "numpy", "rich"}
 
 

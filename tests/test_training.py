@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import math
-import threading
-from types import SimpleNamespace
 
 import jax
 import jax.monitoring
@@ -12,7 +10,6 @@ import pytest
 
 from jaxgpt import training
 from jaxgpt.errors import Diverged, Preempted
-from jaxgpt.parallel.strategy import ONE_DEVICE
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.log import RunLog
 from jaxgpt.training import Training, fit, open_training
@@ -163,13 +160,3 @@ def test_what_fails_in_the_thread_ends_the_run(text_file, tmp_path, monkeypatch)
     monkeypatch.setattr(Trainer, "lower", lower)
     with pytest.raises(MemoryError, match="of the compiler"):
         fit(experiment("text", text_file, tmp_path), tmp_path / "r", progress=False)
-
-
-def test_a_program_is_traced_in_the_thread_that_imports():
-    """etils's lazy imports, by which grain is imported, are those of all threads, and jax imports while it traces."""
-    threads = []
-    lower = lambda: threads.append(threading.current_thread()) or SimpleNamespace(compile=lambda: abs)  # noqa: E731
-    trainer = SimpleNamespace(strategy=SimpleNamespace(name=ONE_DEVICE), lower=lower)
-    train = SimpleNamespace(train=SimpleNamespace(steps=2))
-    Training.start_compiling(SimpleNamespace(trainer=trainer, experiment=train), 0)
-    assert threads == [threading.current_thread()]

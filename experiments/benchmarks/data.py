@@ -82,7 +82,7 @@ def ours(tokenizer: str, text: Path) -> float:
 def batches(tokens: Tokens, B: int, T: int, steps: int) -> float:
     """Read batches from the training pipeline; return the number of tokens."""
     made = training_batches(tokens, block_size=T, batch_size=B, seed=0)
-    next(made)  # imports Grain
+    next(made)  # starts the thread that reads
     for _ in itertools.islice(made, steps):
         pass
     made.close()

@@ -42,7 +42,7 @@ from jaxgpt import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
 from jaxgpt.config.validate import PositiveInt
 from jaxgpt.data.corpus import find_corpus_files
 
-PACKAGES = ("flax", "grain", "jax", "numpy", "optax", "orbax", "scipy")  # what jaxgpt needs
+PACKAGES = ("flax", "jax", "numpy", "optax", "orbax", "scipy")  # what jaxgpt needs
 QUESTIONS = ("What is 7 + 8 + 5?", "What is 9 + 9 + 6?", "Spell array.", "What is str.count?", "Hello!")
 SUMS, WORDS = 1500, 600  # conversations of each kind
 

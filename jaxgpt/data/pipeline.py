@@ -1,11 +1,14 @@
-"""Read the batches of a dataset, a pure function of (seed, step), ahead of the run by a thread of Grain's."""
+"""Read the batches of a dataset, a pure function of (seed, step), in a thread that is ahead of the run."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import jax
@@ -16,8 +19,6 @@ from jaxgpt.config.validate import short_repr
 from jaxgpt.data.tokenizer import Tokenizer
 
 PREFETCH = 16  # batches read ahead
-WALKED = 2**16  # windows of an epoch that are permuted at once
-MOST_STEPS = 2**40  # steps of an endless run, and the maximum of `TrainConfig.steps`
 RowReader = Callable[[int], tuple[Any, ...]]  #: index of a row -> that row of each field of a `Batch`
 
 
@@ -64,28 +65,23 @@ class Tokens(Split):
     def training_rows(self, *, block_size: int, seed: int) -> RowReader:
         """Return the reader of (inputs_T, targets_T).
 
-        Each epoch cuts the tokens into adjacent windows and visits each once. The start of the first window is drawn
-        for each epoch, so the cuts differ between epochs. Fewer than `2 * block_size` tokens are left over at the two
-        ends, and that epoch skips them. The first token is never a target. If there are at least `2 * block_size` tokens,
-        the last `len(self) % block_size` are never targets either.
+        Each epoch cuts the tokens into adjacent windows, from a start of its own, and visits each once. It skips fewer
+        than `2 * block_size` tokens at the two ends. The first token is never a target, and if there are at least
+        `2 * block_size`, neither are the last `len(self) % block_size`.
         """
-        import grain  # 1.5 s to import, so only when training
-
         assert len(self) > block_size
         windows = max(1, len(self) // block_size - 1)  # each has block_size + 1 tokens, and fits at any offset
-        shuffled: Any = grain.MapDataset.range(windows).shuffle(seed=seed)
-        order = shuffled.repeat()  # epochs, each a different permutation
-        permute = functools.lru_cache(maxsize=2)(lambda epoch: permutation(windows, seed + epoch))
         most = min(len(self) - 1 - windows * block_size, block_size - 1)  # at least 0
 
-        @functools.lru_cache(maxsize=16)  # drawn once per epoch, not per window
-        def offset(epoch: int) -> int:
-            return int(np.random.default_rng([seed, epoch]).integers(most + 1))
+        @functools.lru_cache(maxsize=2)  # a batch may have rows of one epoch and of the next
+        def begin(epoch: int) -> tuple[int, Callable[[int], int]]:
+            offset = int(np.random.default_rng([seed, epoch]).integers(most + 1))
+            return offset, permutation(windows, seed + epoch)
 
         def row(n: int) -> tuple[np.ndarray, np.ndarray]:
-            epoch, number = divmod(n, windows)
-            window = permute(epoch)[number] if windows <= WALKED else order[n]
-            tokens = self.read(offset(epoch) + int(window) * block_size, block_size + 1)
+            epoch, place = divmod(n, windows)
+            offset, window_at = begin(epoch)
+            tokens = self.read(offset + window_at(place) * block_size, block_size + 1)
             return tokens[:-1], tokens[1:]
 
         return row
@@ -145,19 +141,19 @@ def training_batches(
 ) -> Generator[Batch, None, None]:
     """Yield endless batches from `start_step` on: batch t depends only on (data, seed, t), so resuming needs no state.
 
-    `rows` are the rows of each batch that this process reads. None means all. `prefetch` is the number of batches read
-    ahead.
+    `rows` are the rows of each batch that this process reads, or None for all. A thread reads `prefetch` batches ahead.
     """
-    import grain
-
     read = data.training_rows(block_size=block_size, seed=seed)
-    local = range(batch_size) if rows is None else [int(row) for row in rows]
-
-    def make_batch(step: int) -> Batch:
-        return _stack(read(step * batch_size + row) for row in local)
-
-    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
-    yield from grain.MapDataset.range(start_step, MOST_STEPS).map(make_batch).to_iter_dataset(options)
+    local = range(batch_size) if rows is None else rows
+    reader, firsts = ThreadPoolExecutor(1, "reader"), itertools.count(start_step * batch_size, batch_size)
+    try:
+        ahead = deque(reader.submit(_read_batch, read, next(firsts), local) for _ in range(prefetch))
+        for first in firsts:
+            batch = ahead.popleft().result()
+            ahead.append(reader.submit(_read_batch, read, first, local))
+            yield batch
+    finally:
+        reader.shutdown(cancel_futures=True)
 
 
 def validation_batches(
@@ -175,28 +171,54 @@ def validation_batches(
     Args:
         block_size: inputs per row.
         batch_size: rows per batch.
-        stride: tokens from the start of one window to the next. Half the stride costs twice the work. All targets after
-            the first window's have more than `block_size - stride` tokens of context. None means block_size.
-        max_tokens: about how many targets to read, in rows spread evenly over the split, the same on every call. None
-            means all.
+        stride: tokens from the start of one window to the next, by default block_size. Half the stride costs twice the
+            work. All targets after the first window's have more than `block_size - stride` tokens of context.
+        max_tokens: about how many targets to read, in the same rows on every call, spread evenly. None means all.
         prefix_length: tokens at the beginning of the split that are not targets. The first token never is one.
         rows: rows of each batch that this process reads. None means all.
     """
-    local = range(batch_size) if rows is None else [int(row) for row in rows]
-    stride = block_size if stride is None else stride
-    count, read = data.validation_rows(
-        block_size=block_size, stride=stride, max_tokens=max_tokens, prefix_length=prefix_length
-    )
+    size = {"block_size": block_size, "stride": block_size if stride is None else stride}
+    count, read = data.validation_rows(**size, max_tokens=max_tokens, prefix_length=prefix_length)
     for first in range(0, count, batch_size):
-        yield _stack(read(first + row) for row in local)
+        yield _read_batch(read, first, range(batch_size) if rows is None else rows)
 
 
-def permutation(n: int, seed: int) -> np.ndarray:
-    """Return Grain's permutation of range(n), n up to 2^16, at once. One by one, the smallest n takes it 50 ms an epoch.
+def permutation(n: int, seed: int) -> Callable[[int], int]:
+    """Return a function from a place to a number, which is a permutation of range(n), in the order of Grain's shuffle.
 
-    Both walk a permutation of 16 bits until it gives less than n. It is four rounds of the Simon cipher (Beaulieu et al.
-    2013, eprint.iacr.org/2013/404) with keys by C++'s std::seed_seq.
+    Four rounds of the Simon cipher (Beaulieu et al. 2013, eprint.iacr.org/2013/404) permute numbers of an even count of
+    bits, at least 16. They are repeated until the result is less than n. The seed has 32 bits.
     """
+    half = max(8, ((n - 2).bit_length() + 1) // 2)  # n - 2 as in Grain: 4**k + 1 places have the numbers of 4**k
+    mask = (1 << half) - 1
+    keys = [key & mask for key in _expand_key(seed)]
+
+    def encrypt(x: Any) -> Any:
+        left, right = x >> half & mask, x & mask
+        for key in keys:
+            twice = right << half | right  # for rotations by 1, 2 and 8 bits
+            mixed = twice >> half - 1 & twice >> half - 8 ^ twice >> half - 2
+            left, right = right, left ^ mixed & mask ^ key
+        return left << half | right
+
+    if n <= 2**16:  # one by one, the smallest n would be looked for among all numbers of 16 bits
+        numbers = np.arange(2**16, dtype=np.int32)
+        following = encrypt(numbers)
+        found = np.where(numbers < n, numbers, following)
+        for _ in range(16):  # each time twice as far
+            found = found[found]
+        return found[following[:n]].item
+
+    def number_at(place: int) -> int:
+        while (place := encrypt(place)) >= n:
+            pass
+        return place
+
+    return number_at
+
+
+def _expand_key(seed: int) -> list[int]:
+    """Return four numbers of 32 bits, as C++'s std::seed_seq makes them of one."""
     keys = [0x8B8B8B8B] * 4
     for k in range(8):
         join = operator.xor if k < 4 else operator.add
@@ -207,26 +229,17 @@ def permutation(n: int, seed: int) -> np.ndarray:
         join = operator.add if k < 4 else operator.xor
         for i, key in enumerate((y, join(b, x), join(c, y))):
             keys[k + i & 3] = key & 0xFFFFFFFF
-    left, right = np.divmod(np.arange(2**16, dtype=np.uint16), 256)
-    for key in keys:
-        one, two, eight = (right << i | right >> 8 - i for i in (1, 2, 8))
-        left, right = right, (left ^ one & eight ^ two ^ key % 256) & 255
-    table = left.astype(np.int32) << 8 | right
-    walk = np.where(np.arange(2**16) < n, np.arange(2**16), table)
-    for _ in range(16):  # each time twice as far
-        walk = walk[walk]
-    return walk[table[:n]]
+    return keys
 
 
-def _stack(rows: Iterable[tuple[Any, ...]]) -> Batch:
-    return Batch(*jax.tree.map(lambda *arrays: np.stack(arrays), *rows))
+def _read_batch(read: RowReader, first: int, rows: Iterable[int]) -> Batch:
+    return Batch(*jax.tree.map(lambda *arrays: np.stack(arrays), *(read(first + int(row)) for row in rows)))
 
 
 def find_window_starts(targets: int, *, block_size: int, stride: int) -> range:
     """Return the starts of windows, `stride` apart, that together cover every target: input i has target i + 1.
 
-    A window scores the inputs that no earlier one scored: the first window all, the others from input
-    `block_size - stride` on.
+    A window scores what no earlier one scored: the first all inputs, the others from `block_size - stride` on.
     """
     assert 1 <= stride <= block_size, (stride, block_size)
     return range(0, max(targets - (block_size - stride), min(targets, 1)), stride)
