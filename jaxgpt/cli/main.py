@@ -108,9 +108,7 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
 
 def usage() -> str:
     """Return what `jaxgpt --help` prints."""
-    lines = "\n".join(
-        f"  {f'{name} {command.operand}':<21}{command.purpose.rstrip('.')}" for name, command in COMMANDS.items()
-    )
+    lines = "\n".join(f"  {f'{name} {c.operand}':<21}{c.purpose.rstrip('.')}" for name, c in COMMANDS.items())
     return f"""\
 usage: jaxgpt COMMAND [OPTIONS]
 

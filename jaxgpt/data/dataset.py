@@ -295,8 +295,9 @@ def _open_text(config: DataConfig, known: dict[str, Any] | None) -> Dataset:
         yield from ((name, encoder.encode("", is_last=True)) for name, encoder in encoders.items())
 
     # Earlier versions encoded pieces of a text by themselves, which gave some tokenizers other tokens.
-    entry = None if known is None else _read_entry(_entry(spec | {"format": TEXT_FORMAT - 1}))
-    entry = entry if entry is not None and _is_same(entry[2], known) else None
+    entry = _read_entry(_entry(spec | {"format": TEXT_FORMAT - 1})) if known is not None else None
+    if entry is not None and not _is_same(entry[2], known):
+        entry = None
     if entry is None and (entry := _read_entry(directory := _entry(spec))) is None:
         if tokenizer is None:
             texts = (piece for name, piece in split("learning the tokens of") if name == "train" and piece)
@@ -369,7 +370,8 @@ def _encode_conversations(config: DataConfig, template_directory: Path | None) -
 
     def read() -> Iterator[list[str]]:
         """Yield the texts of each conversation."""
-        return ([m["content"] for m in spell_out(messages, tools)] for _, messages, tools in read_messages(path))
+        read_lines = read_messages(path)
+        return ([m["content"] for m in spell_out(messages, tools)] for _, messages, tools in read_lines)
 
     alphabet, count = set[str](), 0
     for texts in read():  # an invalid line raises here, before any is encoded
@@ -487,8 +489,14 @@ def read_tokens(directory: Path) -> Entry:
 def _from_entry(entry: Entry) -> Dataset:
     arrays, tokenizer, made_of, counts = entry
     train, val = (Tokens([arrays[split]]) for split in SPLITS)
-    made = Dataset(train=train, val=val, tokenizer=tokenizer, fingerprint=made_of)
-    return dataclasses.replace(made, val_characters=counts.get("val_characters"), val_bytes=counts.get("val_bytes"))
+    return Dataset(
+        train=train,
+        val=val,
+        tokenizer=tokenizer,
+        fingerprint=made_of,
+        val_characters=counts.get("val_characters"),
+        val_bytes=counts.get("val_bytes"),
+    )
 
 
 def write_tokens(

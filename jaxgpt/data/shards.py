@@ -115,10 +115,11 @@ def open_shards(
         if len(files) > 1:
             share = f"{100 * val_fraction:g}%"
             notes.append(f"no file is named val: of the {len(files)} files the last {share} of the tokens are held out")
-    listed = index or {"shards": []}
-    made = sorted(shard["file"] for shard in listed["shards"] if shard["file"].startswith("val"))
-    is_counted = "text" in listed and made and made == [f.name for f in held_out]  # earlier versions did not count
-    counted = listed["text"]["val"] if is_counted else {}
+    counted: dict[str, int] = {}
+    if index is not None and held_out:
+        made = [s["file"] for s in index["shards"] if s["file"].startswith("val")]
+        if sorted(made) == [f.name for f in held_out]:
+            counted = index.get("text", {}).get("val", counted)  # which earlier versions did not count
     lengths = {"train_tokens": sum(map(len, train)), "val_tokens": sum(map(len, val))}
     return Dataset(
         train=Tokens(train),
@@ -132,7 +133,10 @@ def open_shards(
 
 
 def read_index(root: Path) -> dict[str, Any] | None:
-    """Return index.json of `jaxgpt prepare` without its digest, None for none or another's. Raises `UserError` if damaged."""
+    """Return the index.json of `jaxgpt prepare`, without its own digest, or None if there is none or another program's.
+
+    Raises `UserError` if it is damaged.
+    """
     path = root / "index.json"
     held = read_json(path, 2**26) if is_there(path, "Move it elsewhere.") else None
     digest = held.pop("sha256", None) if isinstance(held, dict) else None  # earlier versions wrote none
@@ -142,7 +146,7 @@ def read_index(root: Path) -> dict[str, Any] | None:
             "at": None | [int(), int(), int()],
             "arguments": dict(),
             "bytes": dict(),
-            "open": dict(),
+            "open": {},
             "shards": list(shards),
             "tokenizer": {"sha256": str(), "vocab_size": int(), "end_of_text": int()},
         } if digest in (None, json_sha256(held)) and all(map(_is_shard, shards)):

@@ -55,7 +55,8 @@ class Tokenizer(Protocol):
     vocab_size: int  # ids are 0 <= id < vocab_size
     end_of_text: int | None = None  # the id that separates documents, if there is one
     prefix: tuple[int, ...] = ()  # ids that a text begins with, if models of this tokenizer expect any
-    is_splittable: bool = True  # whether the pieces of a text, cut where words end, may be encoded by themselves
+    # whether the pieces of a text, cut where words end, may be encoded by themselves
+    is_splittable: bool = True
     # ids of special tokens, by their text. `encode` never returns them
     specials: Mapping[str, int] = types.MappingProxyType({})
     saved: Mapping[str, Any]  # what tokenizer.json holds
@@ -188,7 +189,8 @@ class BPETokenizer(Tokenizer):
         template = _call_library(self._tokenizer.encode, "a", what="its template cannot be used")
         first = template.special_tokens_mask.index(0) if 0 in template.special_tokens_mask else 0
         self.prefix = tuple(template.ids[:first])
-        self._encode_word = functools.lru_cache(MOST_WORDS)(  # the ids of words of long texts, as bytes
+        # The ids of words of long texts, as bytes.
+        self._encode_word = functools.lru_cache(MOST_WORDS)(
             lambda word: np.array(self._encode_whole(word).ids, np.int32).tobytes()
         )
 
