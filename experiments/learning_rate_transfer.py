@@ -31,7 +31,7 @@ import optax
 
 from jaxgpt import GPT, DataConfig, GPTConfig, OptimConfig
 from jaxgpt.batch import Batch
-from jaxgpt.data.dataset import prepare
+from jaxgpt.data.dataset import open_data
 from jaxgpt.loss import make_loss
 from jaxgpt.optim import learning_rate, make_optimizer
 from jaxgpt.train import eval_step, init_and_dropout_keys, init_state, train_step
@@ -46,7 +46,7 @@ Runs = dict[tuple, float]  # (optimizer, parametrisation, width, rate, seed) -> 
 
 def load_text(path: str) -> tuple[int, jax.Array, Batch]:
     """Return the vocabulary size, the training text, and sequences spread evenly over the validation text."""
-    data = prepare(DataConfig(path=path), block_size=T)
+    data = open_data(DataConfig(path=path), block_size=T)
     starts = np.linspace(0, len(data.val) - T - 1, HELD_OUT).astype(int)
     rows_BT = np.stack([data.val.read(start, T + 1) for start in starts.tolist()])
     text = jnp.asarray(data.train.read(0, len(data.train)))

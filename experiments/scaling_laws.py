@@ -33,7 +33,7 @@ import tyro
 from jaxgpt import GPT, Experiment, UserError, configure_jax, fit
 from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.config.serialize import differences, from_dict, to_dict
-from jaxgpt.data.dataset import prepare
+from jaxgpt.data.dataset import open_data
 from jaxgpt.errors import Preempted
 from jaxgpt.files import json_sha256, read_json, render_json, write_whole
 from jaxgpt.parallel.device import train_flops_per_token
@@ -465,7 +465,7 @@ def run_scale(
         raise UserError(f"train.init_from={experiment.train.init_from!r} fixes the size: train from random parameters")
     if experiment.data.is_packed:
         raise UserError("scaling laws need a text, not conversations")
-    dataset = prepare(experiment.data, block_size=experiment.model.block_size, vocab_size=experiment.model.vocab_size)
+    dataset = open_data(experiment.data, block_size=experiment.model.block_size, vocab_size=experiment.model.vocab_size)
     vocab_size = experiment.model.vocab_size or dataset.tokenizer.vocab_size
     size_of = functools.cache(lambda n_head: make_size(experiment, n_head, vocab_size))
     unit = smallest_n_head(experiment)

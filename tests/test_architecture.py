@@ -190,27 +190,27 @@ def test_only_the_command_line_prints():
 
 # The most lines of Python of each part, all of it counted. A part that shrinks takes its number down with it.
 BUDGET = {
-    "the flat files and config": 3_135,
-    "layers": 1_230,
-    "parallel": 1_545,
-    "data": 2_490,
-    "sample": 2_230,
+    "the flat files and config": 3_095,
+    "layers": 1_055,
+    "parallel": 1_505,
+    "data": 2_547,  # with DataConfig, which came from config
+    "sample": 2_225,
     "runs": 2_160,
     "hf": 1_355,
     "gguf": 675,
-    "interventions": 590,
-    "serve": 1_400,
+    "interventions": 587,
+    "serve": 1_395,
     "cli": 1_130,
-    "tools": 4_530,
-    "all of jaxgpt": 23_064,
-    "tests": 27_735,
+    "tools": 4_521,
+    "all of jaxgpt": 22_625,
+    "tests": 27_710,
 }
 # Lines that repairs added to a part and that others have paid, so that the sum fell. These numbers only fall, too: a part
 # gives back what it owes with the next change of its structure.
-OWED = {"data": 334, "runs": 228, "hf": 13, "tools": 14, "cli": 3, "gguf": 10}
+OWED = {"data": 348, "runs": 5, "hf": 9, "cli": 2, "gguf": 10}
 # Nodes of Python's syntax tree, which no formatting changes: lines alone became dense.
-NODES = {"all of jaxgpt": 192_300, "tests": 255_100}
-FILES = 130  # of the package
+NODES = {"all of jaxgpt": 189_000, "tests": 255_000}
+FILES = 121  # of the package
 
 
 def count_parts():
@@ -239,7 +239,7 @@ def test_the_house_keeps_its_budget():
 
 # The core is what these modules bring in: all of it is read in an evening, and needs jax, flax and optax alone.
 CORE = ("train", "loss", "model", "optim", "plain_generate")
-CORE_LINES = 2_280
+CORE_LINES = 2_240
 
 
 def test_the_core_is_read_in_an_evening_and_imports_little(tmp_path):

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxgpt.data.dataset import DataConfig, prepare
+from jaxgpt.data.dataset import DataConfig, open_data
 from jaxgpt.data.pipeline import Tokens, training_batches
 from jaxgpt.data.tokenizer import train_bpe
 
@@ -37,7 +37,7 @@ SHAPES = {"12 x 64": (12, 64, 2000), "32 x 1024": (32, 1024, 200)}
 LOAD = """
 import sys, threading, time
 from jaxgpt.data.dataset import DataConfig
-from jaxgpt.data.dataset import prepare
+from jaxgpt.data.dataset import open_data
 def anonymous():
     with open("/proc/self/status") as f:
         return next(int(line.split()[1]) for line in f if line.startswith("RssAnon")) / 1024
@@ -48,7 +48,7 @@ def watch():
 thread = threading.Thread(target=watch)
 thread.start()
 began = time.perf_counter()
-data = prepare(DataConfig(path=sys.argv[1], tokenizer="ids"), block_size=1024, vocab_size=50257)
+data = open_data(DataConfig(path=sys.argv[1], tokenizer="ids"), block_size=1024, vocab_size=50257)
 seconds = time.perf_counter() - began
 done.set()
 thread.join()
@@ -75,7 +75,7 @@ def ours(tokenizer: str, text: Path) -> float:
     """Prepare a text with an empty cache; return its size in MB."""
     with tempfile.TemporaryDirectory() as cache:
         os.environ["JAXGPT_CACHE"] = cache
-        prepare(DataConfig(path=str(text), tokenizer=tokenizer), block_size=64)
+        open_data(DataConfig(path=str(text), tokenizer=tokenizer), block_size=64)
     return text.stat().st_size / 1e6
 
 

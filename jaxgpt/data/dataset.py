@@ -90,12 +90,18 @@ class DataConfig(Checked):
         return self.is_chat
 
     def open_dataset(self, model: GPTConfig, *, known: dict[str, Any] | None = None) -> Dataset:
-        """Return the dataset on which a model is trained.
+        """Return the dataset on which a model is trained. Text is encoded once and cached as memory-mapped token files.
 
-        known: the fingerprint that a run to resume has recorded. The dataset should have the same. Raises `UserError`
-        if there is nothing to train on.
+        The split is by position: the last `val_fraction` of the characters of each file is held out. If .bin files have
+        none for validation, a fraction of their tokens is held out. Conversations are split by their number.
+
+        known: the fingerprint that a run to resume has recorded, to split as it was split: earlier versions held out the
+        last part of a folder. Unless `path` names an existing file, cached tokens with this fingerprint are used instead
+        of the text, and nothing is downloaded: see `replace_addresses`.
+
+        Raises `UserError` if there is no text, it is not UTF-8, or a split is shorter than one window.
         """
-        return prepare(self, block_size=model.block_size, vocab_size=model.vocab_size, known=known)
+        return open_data(self, block_size=model.block_size, vocab_size=model.vocab_size, known=known)
 
     def shape_batch(self, tokens_BT: jax.ShapeDtypeStruct) -> Batch:
         """Return the shapes of a training batch, given the shapes of its tokens."""
@@ -105,25 +111,10 @@ class DataConfig(Checked):
         return Batch(tokens_BT, tokens_BT, counted_BT, tokens_BT)
 
 
-def prepare(
+def open_data(
     config: DataConfig, *, block_size: int, vocab_size: int | None = None, known: dict[str, Any] | None = None
 ) -> Dataset:
-    """Return the dataset of a configuration. Text is encoded once and cached as memory-mapped token files.
-
-    The split is by position: the last `val_fraction` of the characters of each file is held out. If .bin files have none
-    for validation, a fraction of their tokens is held out. Conversations are split by their number.
-
-    Args:
-        config: the data and their tokenizer.
-        block_size: tokens per window. Each split needs at least `block_size + 1`.
-        vocab_size: the model's vocabulary size, which tokenizer "ids" needs.
-        known: fingerprint of an earlier dataset, to split as it was split. Earlier versions held out the last part of a
-            folder. Unless `config.path` names an existing file, cached tokens with this fingerprint are used instead
-            of the text. Nothing is downloaded from an address: see `replace_addresses`.
-
-    Raises:
-        UserError: there is no text, it is not UTF-8, or a split is shorter than one window.
-    """
+    """Do as `DataConfig.open_dataset`, for windows of `block_size`. vocab_size: the model's, which tokenizer "ids" needs."""
     if sources := read_mixture(config.path):
         return _open_mixture(config, sources, known, block_size=block_size, vocab_size=vocab_size)
     if config.path is not None and "://" in config.path:
@@ -178,7 +169,9 @@ def _open_mixture(config: DataConfig, sources: dict[str, float], known: dict[str
         raise UserError(f"tokenizer bpe is trained on one text, not on {config.path}: give a tokenizer.json, or byte")
     before, unknown = recorded_sources(known or {}), None if known is None else {}
     datasets = {
-        path: prepare(dataclasses.replace(config, path=path), known=before[n] if n < len(before) else unknown, **model)
+        path: open_data(
+            dataclasses.replace(config, path=path), known=before[n] if n < len(before) else unknown, **model
+        )
         for n, path in enumerate(sources)
     }
     all_of = [(path, dataset.tokenizer) for path, dataset in datasets.items()]
@@ -489,13 +482,10 @@ def read_tokens(directory: Path) -> Entry:
 def _from_entry(entry: Entry) -> Dataset:
     arrays, tokenizer, made_of, counts = entry
     train, val = (Tokens([arrays[split]]) for split in SPLITS)
+    characters = counts.get("val_characters")
+    raw = counts.get("val_bytes")
     return Dataset(
-        train=train,
-        val=val,
-        tokenizer=tokenizer,
-        fingerprint=made_of,
-        val_characters=counts.get("val_characters"),
-        val_bytes=counts.get("val_bytes"),
+        train=train, val=val, tokenizer=tokenizer, fingerprint=made_of, val_characters=characters, val_bytes=raw
     )
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxgpt.data.conversations import Conversations, encode_all, pack_best_fit, read_messages
-from jaxgpt.data.dataset import DataConfig, prepare
+from jaxgpt.data.dataset import DataConfig, open_data
 from jaxgpt.data.pipeline import training_batches, validation_batches
 from jaxgpt.data.template import ETX, PLAIN
 from jaxgpt.data.tokenizer import ByteTokenizer
@@ -251,9 +251,9 @@ def test_the_loss_is_the_mean_over_the_answers_of_all_conversations(held):
 def test_prepared_once_and_split_by_position(tokenizer, tmp_path, monkeypatch):
     path = chat_file(tmp_path)
     config = DataConfig(path=str(path), tokenizer=tokenizer, val_fraction=0.25, bpe_vocab_size=300)
-    first = prepare(config, block_size=T)
+    first = open_data(config, block_size=T)
     monkeypatch.setattr("jaxgpt.data.dataset.write_tokens", None)  # would be called
-    again = prepare(config, block_size=T)
+    again = open_data(config, block_size=T)
     assert first.fingerprint == again.fingerprint and "template_sha256" in first.fingerprint
     assert first.notes == again.notes
     texts = [PLAIN.write(messages).text.removesuffix("\n") for _, messages, _ in read_messages(path)]
@@ -266,7 +266,7 @@ def test_prepared_once_and_split_by_position(tokenizer, tmp_path, monkeypatch):
 def test_what_is_cut_is_said(tmp_path):
     path = chat_file(tmp_path)
     size = 33  # bytes: the first turns take 29 to 36
-    (rows, cut) = prepare(DataConfig(path=str(path), tokenizer="byte"), block_size=size).notes
+    (rows, cut) = open_data(DataConfig(path=str(path), tokenizer="byte"), block_size=size).notes
     firsts = [PLAIN.write(m[:2]).text.removesuffix("\n") for _, m, _ in read_messages(path)]
     long = sum(len(text) > size + 1 for text in texts_of(path))
     left_out = sum(len(text) > size + 1 for text in firsts)
@@ -277,13 +277,13 @@ def test_what_is_cut_is_said(tmp_path):
     assert cut.endswith(f"; --model.block-size {sizes[36]} holds nine in ten, {sizes[-1]} all")
     said = rf"no conversation of the training split of .* within block_size=8 tokens: raise .*size \({sizes[36]} holds"
     with pytest.raises(UserError, match=said):
-        prepare(DataConfig(path=str(path), tokenizer="byte"), block_size=8)
-    assert len(prepare(DataConfig(path=str(path), tokenizer="byte"), block_size=sizes[-1]).notes) == 1
+        open_data(DataConfig(path=str(path), tokenizer="byte"), block_size=8)
+    assert len(open_data(DataConfig(path=str(path), tokenizer="byte"), block_size=sizes[-1]).notes) == 1
 
 
 def test_questions_about_python_are_always_there(tmp_path):
     (tmp_path / "chats.jsonl").write_text(script("python_questions").make_questions())
-    dataset = prepare(DataConfig(path=str(tmp_path / "chats.jsonl")), block_size=320)
+    dataset = open_data(DataConfig(path=str(tmp_path / "chats.jsonl")), block_size=320)
     assert len(dataset.notes) == 1  # none is cut
     ids, answers = dataset.train.read(0)
     written = dataset.tokenizer.decode(ids)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.data import corpus, dataset
-from jaxgpt.data.dataset import DataConfig, encode_whole, prepare
+from jaxgpt.data.dataset import DataConfig, encode_whole, open_data
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.runs.resume import reopen_dataset
@@ -27,7 +27,7 @@ def ids(tokens):
 def test_the_splits_are_the_text_in_order_and_made_once(text_file, tmp_path, monkeypatch, tokenizer):
     """Wherever the text lies, and however much of it is read at a time."""
     config = DataConfig(path=str(text_file), tokenizer=tokenizer, bpe_vocab_size=300)
-    d = prepare(config, block_size=8)
+    d = open_data(config, block_size=8)
     cut = int(len(TEXT) * 0.9)
     assert d.tokenizer.decode(ids(d.train)) == TEXT[:cut]
     assert d.tokenizer.decode(ids(d.val)) == TEXT[cut:]
@@ -36,31 +36,31 @@ def test_the_splits_are_the_text_in_order_and_made_once(text_file, tmp_path, mon
     copy = Path(shutil.copy(text_file, tmp_path / "elsewhere.txt"))
     with monkeypatch.context() as m:
         m.setattr(dataset, "write_tokens", None)  # would be called
-        again = prepare(dataclasses.replace(config, path=str(copy)), block_size=8)
+        again = open_data(dataclasses.replace(config, path=str(copy)), block_size=8)
     assert again.fingerprint == d.fingerprint and ids(again.train) == ids(d.train)
     monkeypatch.setattr(corpus, "CHUNK", 97)
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
-    assert tokenizer == "bpe" or prepare(config, block_size=8).fingerprint == d.fingerprint
+    assert tokenizer == "bpe" or open_data(config, block_size=8).fingerprint == d.fingerprint
     copy.write_text(TEXT.replace("lance", "sword"))
-    other = prepare(dataclasses.replace(config, path=str(copy)), block_size=8).fingerprint
+    other = open_data(dataclasses.replace(config, path=str(copy)), block_size=8).fingerprint
     assert other["train_sha256"] != d.fingerprint["train_sha256"]
 
 
 def test_the_split_of_shakespeare_is_nanogpts(real_text):
-    d = prepare(DataConfig(path=str(real_text / "shakespeare.txt")), block_size=64)
+    d = open_data(DataConfig(path=str(real_text / "shakespeare.txt")), block_size=64)
     assert (len(d.train), len(d.val), d.tokenizer.vocab_size) == (1_003_854, 111_540, 65)
 
 
 def test_a_long_reading_reports_how_far_it_is(text_file, tmp_path, monkeypatch, caplog):
     config = DataConfig(path=str(text_file), tokenizer="bpe", bpe_vocab_size=300)
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
-    prepare(config, block_size=8)
+    open_data(config, block_size=8)
     assert caplog.messages == []  # a short one does not
     monkeypatch.setattr(corpus, "CHUNK", -(-text_file.stat().st_size // 2))
     monkeypatch.setattr(dataset, "REPORT_EVERY", -1)
     monkeypatch.setattr(dataset, "REPORTED", 1000)
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "another"))
-    prepare(config, block_size=8)
+    open_data(config, block_size=8)
     for shown in ("0 MB", "50%"):
         assert [line for line in caplog.messages if line.endswith(f" {shown}")] == [
             f"{task} {text_file}: {shown}" for task in ("reading", "learning the tokens of", "encoding")
@@ -73,13 +73,13 @@ def test_the_last_part_of_each_file_is_held_out(tmp_path):
     (tmp_path / "a.txt").write_text(a)
     (tmp_path / "b.txt").write_text(b)
     config = DataConfig(path=str(tmp_path), val_fraction=0.4)
-    d = prepare(config, block_size=8)
+    d = open_data(config, block_size=8)
     assert d.tokenizer.decode(ids(d.train)) == f"{a[:198]}\n{b[:198]}"
     assert d.tokenizer.decode(ids(d.val)) == f"{a[198:]}\n{b[198:]}" and d.val_characters == 265
-    by_bpe = prepare(dataclasses.replace(config, tokenizer="bpe", bpe_vocab_size=270), block_size=8)
+    by_bpe = open_data(dataclasses.replace(config, tokenizer="bpe", bpe_vocab_size=270), block_size=8)
     assert [ids(split).count(by_bpe.tokenizer.end_of_text) for split in (by_bpe.train, by_bpe.val)] == [1, 1]
 
-    before = prepare(config, block_size=8, known=BEFORE)
+    before = open_data(config, block_size=8, known=BEFORE)
     assert before.tokenizer.decode(ids(before.train)) == f"{a}\n{b}"[:396]
     assert before.tokenizer.decode(ids(before.val)) == f"{a}\n{b}"[396:] and before.val_characters == 265
     for dataset_of_run in (d, before):
@@ -98,7 +98,7 @@ def test_the_end_of_a_document_is_not_a_newline_in_the_cache(tmp_path, files):
     config = DataConfig(tokenizer="bpe", bpe_vocab_size=258, val_fraction=0.3)
     read = []
     for number in range(3):  # the first of them fills the cache
-        d = prepare(dataclasses.replace(config, path=str(tmp_path / str(number))), block_size=8, known=BEFORE)
+        d = open_data(dataclasses.replace(config, path=str(tmp_path / str(number))), block_size=8, known=BEFORE)
         found = ids(d.train) + ids(d.val)
         read.append((found.count(d.tokenizer.end_of_text), d.tokenizer.decode(found).count("\n")))
     assert read[1:] == [(1, 0), (0, 1)]
@@ -127,10 +127,10 @@ def test_what_changes_between_readings_is_refused_and_not_cached(tmp_path, monke
         m.setattr(dataset, "read_text", change(dataset.read_text))
         m.setattr(dataset, "read_messages", change(dataset.read_messages))
         with pytest.raises(UserError, match=rf"{name} changed while it was read"):
-            prepare(config, block_size=32)
+            open_data(config, block_size=32)
     assert not list((tmp_path / "cache").glob("*/*"))
     path.write_text(text)
-    d = prepare(config, block_size=32)
+    d = open_data(config, block_size=32)
     assert name != "t.txt" or d.tokenizer.decode(ids(d.train) + ids(d.val)) == TEXT
 
 
@@ -172,11 +172,11 @@ def test_a_text_has_the_ids_of_the_whole_however_it_is_read(kind, end, tmp_path,
     for size in (97, 2**23):
         monkeypatch.setattr(corpus, "CHUNK", size)
         monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / str(size)))
-        d, cut = prepare(one, block_size=8), int(len(first) * 0.9)
+        d, cut = open_data(one, block_size=8), int(len(first) * 0.9)
         assert [ids(d.train), ids(d.val)] == [tokenizer.encode(part).tolist() for part in (first[:cut], first[cut:])]
         parts = [text[: int(len(text) * 0.9)] for text in (first, TEXT)]
         encoded = [tokenizer.encode(part).tolist() for part in (parts if end else ["\n".join(parts)])]
-        d = prepare(both, block_size=8)
+        d = open_data(both, block_size=8)
         assert ids(d.train) == (encoded[0] + between + encoded[1] if between else encoded[0])
 
 
@@ -188,18 +188,18 @@ def test_a_run_of_an_earlier_version_finds_its_tokens(tmp_path, monkeypatch):
     with monkeypatch.context() as m:
         m.setattr(dataset, "TEXT_FORMAT", dataset.TEXT_FORMAT - 1)
         m.setattr(dataset.TextEncoder, "encode", lambda self, text, is_last=False: self._tokenizer.encode(text))
-        before = prepare(config, block_size=8)
-    now = prepare(config, block_size=8)
+        before = open_data(config, block_size=8)
+    now = open_data(config, block_size=8)
     assert now.fingerprint != before.fingerprint
     for d in (before, now):
         known = d.fingerprint | {"something": "else"}
-        assert prepare(config, block_size=8, known=known).fingerprint == d.fingerprint
+        assert open_data(config, block_size=8, known=known).fingerprint == d.fingerprint
 
 
 def test_a_cache_that_cannot_be_written_is_told(text_file, monkeypatch):
     monkeypatch.setenv("JAXGPT_CACHE", str(text_file))
     with pytest.raises(UserError, match="cannot write into the cache .* Set JAXGPT_CACHE to another directory"):
-        prepare(DataConfig(path=str(text_file)), block_size=8)
+        open_data(DataConfig(path=str(text_file)), block_size=8)
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
@@ -208,7 +208,7 @@ def test_a_text_to_evaluate_has_the_tokens_that_training_gives_it(tmp_path, toke
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(f"document {name}\n" * 9)
     config = DataConfig(path=str(tmp_path), tokenizer=tokenizer, bpe_vocab_size=270, val_fraction=0.331)
-    d = prepare(config, block_size=8, known=BEFORE)
+    d = open_data(config, block_size=8, known=BEFORE)
     assert d.val_characters == 99  # the last file: at the border between the splits no word is cut in two
     found, text = encode_whole(corpus.find_user_files(str(tmp_path)), d.tokenizer)
     assert found.tolist() == ids(d.train) + ids(d.val)
@@ -226,24 +226,24 @@ def test_a_text_to_evaluate_has_the_tokens_that_training_gives_it(tmp_path, toke
 def test_texts_that_will_not_do_are_told(tmp_path, text, said):
     (tmp_path / "t.txt").write_text(text)
     with pytest.raises(UserError, match=said):
-        prepare(DataConfig(path=str(tmp_path / "t.txt")), block_size=8)
+        open_data(DataConfig(path=str(tmp_path / "t.txt")), block_size=8)
 
 
 @pytest.mark.parametrize("kind", ["text", "conversations"])
 def test_what_is_known_is_found_in_the_cache_without_its_text(kind, text_file, tmp_path):
     path = shutil.copy(text_file, tmp_path / "text.txt") if kind == "text" else chat_file(tmp_path)
     config = DataConfig(path=str(path))
-    before = prepare(config, block_size=64)
+    before = open_data(config, block_size=64)
     Path(path).unlink()
-    after = prepare(config, block_size=64, known=before.fingerprint)
+    after = open_data(config, block_size=64, known=before.fingerprint)
     assert after.fingerprint == before.fingerprint and after.val_bytes == before.val_bytes
     assert (after.val_characters, after.tokenizer_config) == (before.val_characters, before.tokenizer_config)
     known = before.fingerprint | {"train_sha256": "0" * 64}
     with pytest.raises(UserError, match="no file"):
-        prepare(config, block_size=64, known=known)
+        open_data(config, block_size=64, known=known)
     Path(path).write_text("another text\n" * 50)
     if kind == "text":  # what is there is what was meant
-        assert prepare(config, block_size=64, known=before.fingerprint).fingerprint != before.fingerprint
+        assert open_data(config, block_size=64, known=before.fingerprint).fingerprint != before.fingerprint
 
 
 DAMAGE = [
@@ -262,7 +262,7 @@ def test_what_is_damaged_in_the_cache_is_made_again_or_told(kind, name, harm, tm
     if kind == "text":
         path.write_text("añejo, lance\n" * 90)
     config = DataConfig(path=str(path), tokenizer="byte")
-    before = prepare(config, block_size=64)
+    before = open_data(config, block_size=64)
     (file,) = (tmp_path / "cache").glob(f"tokens/*/{name}")
     raw = file.read_bytes()
     at = raw.index(b'"about"') + 26 if name == "meta.json" and kind == "text" else len(raw) // 2  # a digit of val_bytes
@@ -272,10 +272,10 @@ def test_what_is_damaged_in_the_cache_is_made_again_or_told(kind, name, harm, tm
         file.write_bytes(harmed[harm])
     Path(path).rename(tmp_path / "away")
     with pytest.raises(UserError, match="no file"):
-        prepare(config, block_size=64, known=before.fingerprint)
+        open_data(config, block_size=64, known=before.fingerprint)
     assert harm == "delete" or file.read_bytes() == harmed[harm]
     (tmp_path / "away").rename(path)
-    after = prepare(config, block_size=64)
+    after = open_data(config, block_size=64)
     assert "are damaged: encoding the text again" in caplog.messages[-1] and file.read_bytes() == raw
     assert (after.fingerprint, after.val_bytes) == (before.fingerprint, before.val_bytes)
 
@@ -283,11 +283,11 @@ def test_what_is_damaged_in_the_cache_is_made_again_or_told(kind, name, harm, tm
 def test_a_corpus_that_is_another_one_by_now_is_found_as_it_was(monkeypatch):
     """Python's own reference changes with its version."""
     monkeypatch.setattr(corpus, "_python_docs", lambda: "An old version. " * 99)
-    before = prepare(DataConfig(), block_size=8).fingerprint
+    before = open_data(DataConfig(), block_size=8).fingerprint
     monkeypatch.setattr(corpus, "_python_docs", lambda: "A new version. " * 99)
-    assert prepare(DataConfig(), block_size=8, known=before).fingerprint == before
-    now = prepare(DataConfig(), block_size=8).fingerprint
+    assert open_data(DataConfig(), block_size=8, known=before).fingerprint == before
+    now = open_data(DataConfig(), block_size=8).fingerprint
     assert now != before
     (file,) = corpus.find_corpus_files("python-docs")
     file.write_text("damaged")
-    assert prepare(DataConfig(), block_size=8).fingerprint == now
+    assert open_data(DataConfig(), block_size=8).fingerprint == now

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jaxgpt.data.conversations import read_messages
-from jaxgpt.data.dataset import DataConfig, prepare
+from jaxgpt.data.dataset import DataConfig, open_data
 from jaxgpt.data.template import CHATML, PLAIN, find_template, fingerprint
 from jaxgpt.data.tokenizer import BPETokenizer
 from jaxgpt.errors import UserError
@@ -50,7 +50,7 @@ def test_conversations_are_asked_as_they_were_learnt(tmp_path, kind, begin):
             json.dumps(GOLDEN["tokens"] | {"chat_template": GOLDEN["templates"][kind]})
         )
     config = DataConfig(path=str(chat_file(tmp_path)), tokenizer=str(tmp_path / "tokenizer.json"))
-    dataset = prepare(config, block_size=T)
+    dataset = open_data(config, block_size=T)
     run = recorded_run(tmp_path / "run", config, dataset, block_size=T)
     texts = [messages for _, messages, _ in read_messages(config.path)][:36]
     prompts = run.prompt_format.encode([messages[0]["content"] for messages in texts], chat=True)
@@ -73,7 +73,7 @@ def test_without_such_a_token_everything_is_what_it_always_was(tmp_path):
         (tmp_path / "t.txt", "byte", "40ca933ac88c38c95e628b4fdc81cff09c4ac673880e3d69ec736e721cc94357"),
         (tmp_path / "t.txt", "char", "2020b669de10a8d2114cd4a209eea937f05aca4e8d10c1f2f6f1be6ee5c8b362"),
     ):
-        found = prepare(
+        found = open_data(
             DataConfig(path=str(path), tokenizer=tokenizer), block_size=16 if path.suffix != ".jsonl" else 112
         )
         assert hashlib.sha256(json.dumps(found.fingerprint, sort_keys=True).encode()).hexdigest() == expected

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.cli.options import _join_mixture
-from jaxgpt.data.dataset import DataConfig, prepare
+from jaxgpt.data.dataset import DataConfig, open_data
 from jaxgpt.data.mixture import Mixture, assign_rows, read_mixture
 from jaxgpt.data.pipeline import Tokens, training_batches, validation_batches
 from jaxgpt.data.tokenizer import CharTokenizer
@@ -139,7 +139,7 @@ def test_losses_of_sources_are_those_of_each_alone_and_their_mean_is_the_loss(ru
     assert list(found["losses"]) == [f"{texts}/a.txt", f"{texts}/b.txt"] == list(last["val_losses"])
     assert f"\n{texts}/b.txt: loss {b:.4f}" in format_evaluation(found)
     for name, expected in last["val_losses"].items():
-        part = prepare(DataConfig(path=name, tokenizer=str(run.directory / "tokenizer.json")), block_size=8)
+        part = open_data(DataConfig(path=name, tokenizer=str(run.directory / "tokenizer.json")), block_size=8)
         alone = dataclasses.replace(run.metadata.given.data, path=name)
         held_out = run.tokenizer.decode(part.val.read(0, len(part.val)))
         (path := run.directory.parent / "held_out.txt").write_text(held_out)
@@ -148,26 +148,26 @@ def test_losses_of_sources_are_those_of_each_alone_and_their_mean_is_the_loss(ru
 
 
 def test_one_tokenizer_has_the_characters_of_all_texts_and_others_must_agree(texts, tmp_path):
-    mixture = prepare(DataConfig(path=of_texts(texts)), block_size=8)
+    mixture = open_data(DataConfig(path=of_texts(texts)), block_size=8)
     assert set(mixture.tokenizer.characters) == {*(texts / "a.txt").read_text(), *(texts / "b.txt").read_text()}
-    gone = prepare(DataConfig(path="gone/a.txt:0.7,gone/b.txt:0.3"), block_size=8, known=mixture.fingerprint)
+    gone = open_data(DataConfig(path="gone/a.txt:0.7,gone/b.txt:0.3"), block_size=8, known=mixture.fingerprint)
     assert gone.fingerprint == mixture.fingerprint  # from the cache of tokens
-    assert prepare(DataConfig(path=f"{texts}/a.txt:1"), block_size=8).fingerprint["train_tokens"] == 918
+    assert open_data(DataConfig(path=f"{texts}/a.txt:1"), block_size=8).fingerprint["train_tokens"] == 918
     np.arange(500, dtype=np.uint16).tofile(tmp_path / "x.bin")
     path = f"{tmp_path}/x.bin:0.5,{texts}/a.txt:0.5"
     with pytest.raises(UserError, match=r"x\.bin holds token ids, so tokenizer=char cannot be used"):
-        prepare(DataConfig(path=path), block_size=8)
+        open_data(DataConfig(path=path), block_size=8)
     (tmp_path / "tokenizer.json").write_text(CharTokenizer(map(chr, range(600))).to_json())
     with pytest.raises(UserError, match=r"x\.bin and .*a\.txt have different tokenizers, of 600 and 2\d tokens"):
-        prepare(DataConfig(path=path), block_size=8)
+        open_data(DataConfig(path=path), block_size=8)
 
 
 @pytest.mark.parametrize("damage", [7, None, "x", {"a": 1}, [7, 8], [None, {}]])
 def test_recorded_sources_of_a_wrong_kind_are_one_line(texts, damage):
     """They are read from experiment.json, which may be somebody else's."""
-    now = prepare(DataConfig(path=of_texts(texts)), block_size=8).fingerprint
+    now = open_data(DataConfig(path=of_texts(texts)), block_size=8).fingerprint
     with pytest.raises(UserError, match=r"^the recorded data\.mixture=.* is damaged"):
-        prepare(DataConfig(path=of_texts(texts)), block_size=8, known=now | {"mixture": damage})
+        open_data(DataConfig(path=of_texts(texts)), block_size=8, known=now | {"mixture": damage})
     deep = now | {"mixture": [source | {"mixture": damage} for source in now["mixture"]]}
     for before in (now | {"mixture": damage}, deep):
         with pytest.raises(UserError, match=r"^the recorded data\.mixture=.* is damaged"):
@@ -210,9 +210,9 @@ def test_what_cannot_be_mixed_is_told_in_one_line(texts, monkeypatch, path, said
     (texts / "list-mixture.json").write_text("[1]")
     (texts / "word-mixture.json").write_text('{"a": "much"}')
     with pytest.raises(UserError, match=rf"^[^\n]*{said}[^\n]*\Z"):
-        prepare(DataConfig(path=path, tokenizer="byte"), block_size=8)
+        open_data(DataConfig(path=path, tokenizer="byte"), block_size=8)
     with pytest.raises(UserError, match="tokenizer bpe is trained on one text"):
-        prepare(DataConfig(path="a.txt:0.5,b.txt:0.5", tokenizer="bpe"), block_size=8)
+        open_data(DataConfig(path="a.txt:0.5,b.txt:0.5", tokenizer="bpe"), block_size=8)
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def test_shards_of_a_bucket_are_downloaded_once_and_again_where_they_change(buck
     monkeypatch.setattr(type(bucket), "open", lambda fs, path, *a, **k: opened.append(path) or plain(fs, path, *a, **k))
 
     def train():
-        dataset = prepare(config, block_size=8, vocab_size=1000)
+        dataset = open_data(config, block_size=8, vocab_size=1000)
         assert isinstance(dataset.train._shards[0], np.memmap)
         return dataset.train.read(0, len(dataset.train)).tolist(), dataset.fingerprint
 
@@ -241,7 +241,7 @@ def test_shards_of_a_bucket_are_downloaded_once_and_again_where_they_change(buck
     (tmp_path / "local").mkdir()
     for name in found["files"]:
         bucket.get_file(f"/tokens/{name}", str(tmp_path / "local" / name))
-    local = prepare(dataclasses.replace(config, path=str(tmp_path / "local")), block_size=8, vocab_size=1000)
+    local = open_data(dataclasses.replace(config, path=str(tmp_path / "local")), block_size=8, vocab_size=1000)
     assert describe_data_changes(found, local.fingerprint) == []  # a run goes on from either
     bucket.pipe("/tokens/x_train_000001.bin", np.arange(300, 400, dtype=np.uint16).tobytes())
     opened.clear()
@@ -249,16 +249,16 @@ def test_shards_of_a_bucket_are_downloaded_once_and_again_where_they_change(buck
     bucket.rm("/tokens/x_train_000001.bin")
     assert train()[0] == [*range(100)]
     mixed = dataclasses.replace(config, path="s3://tokens/x_train_000000.bin:0.5,s3://tokens:0.5")
-    dataset = prepare(mixed, block_size=8, vocab_size=1000)
+    dataset = open_data(mixed, block_size=8, vocab_size=1000)
     assert len(dataset.train) == 90 + 100
     bucket.store.clear()  # a run that goes on takes the copies
-    assert prepare(mixed, block_size=8, vocab_size=1000, known=dataset.fingerprint).fingerprint == dataset.fingerprint
+    assert open_data(mixed, block_size=8, vocab_size=1000, known=dataset.fingerprint).fingerprint == dataset.fingerprint
 
 
 def test_a_bucket_that_cannot_be_read_is_one_line_and_leaves_nothing(bucket, tmp_path, monkeypatch):
     def refused(said, path="s3://tokens"):
         with pytest.raises(UserError, match=rf"^[^\n]*{said}[^\n]*\Z"):
-            prepare(DataConfig(path=path, tokenizer="ids"), block_size=8, vocab_size=1000)
+            open_data(DataConfig(path=path, tokenizer="ids"), block_size=8, vocab_size=1000)
         assert not [p for p in (tmp_path / "cache").rglob("*.*") if p.suffix != ".lock"]
 
     refused("cannot read s3://nowhere: /nowhere. Check the address", "s3://nowhere")

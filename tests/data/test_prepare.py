@@ -18,8 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import jaxgpt
-from jaxgpt.data.dataset import DataConfig
-from jaxgpt.data.dataset import prepare as open_data
+from jaxgpt.data.dataset import DataConfig, open_data
 from jaxgpt.data.shards import read_index
 from jaxgpt.data.tokenizer import BPETokenizer, train_bpe
 from jaxgpt.errors import UserError

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.data import shards
-from jaxgpt.data.dataset import DataConfig, prepare
+from jaxgpt.data.dataset import DataConfig, open_data
 from jaxgpt.data.tokenizer import IdTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.runs.directory import read_metadata, write_metadata
@@ -30,7 +30,7 @@ def write_llmc(path, tokens, **kwargs):
 
 
 def bins(path, **kwargs):
-    return prepare(DataConfig(path=str(path), tokenizer="ids", **kwargs), block_size=8, vocab_size=1000)
+    return open_data(DataConfig(path=str(path), tokenizer="ids", **kwargs), block_size=8, vocab_size=1000)
 
 
 @pytest.fixture
@@ -108,14 +108,14 @@ def test_token_files_need_their_tokenizer(tmp_path):
     np.arange(500, dtype=np.uint16).tofile(tmp_path / "stray.bin")
     config = DataConfig(path=str(tmp_path))
     with pytest.raises(UserError, match="so tokenizer=char cannot be used"):
-        prepare(config, block_size=8)
+        open_data(config, block_size=8)
     with pytest.raises(UserError, match=r"needs --model\.vocab-size"):
-        prepare(dataclasses.replace(config, tokenizer="ids"), block_size=8)
-    known = prepare(config, block_size=8, vocab_size=1000)
+        open_data(dataclasses.replace(config, tokenizer="ids"), block_size=8)
+    known = open_data(config, block_size=8, vocab_size=1000)
     assert known.fingerprint == bins(tmp_path).fingerprint and "no tokenizer.json: samples are ids" in known.notes[0]
     (tmp_path / "text.txt").write_text("a text")
     with pytest.raises(UserError, match=rf"so tokenizer=char cannot be used: .*, or --data\.path {tmp_path}/text\.txt"):
-        prepare(config, block_size=8)
+        open_data(config, block_size=8)
     d = bins(tmp_path)
     assert len(d.train) == 450 and d.notes == (
         f"{tmp_path} has token files, such as stray.bin: its texts, such as text.txt, are not read",
@@ -139,12 +139,12 @@ def test_nanogpts_characters_become_the_tokenizer_by_the_command_in_the_message(
     folder, text, meta = nanogpt
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta, protocol))
     with pytest.raises(UserError, match="so tokenizer=char cannot be used") as e:
-        prepare(DataConfig(path=str(folder)), block_size=8)
+        open_data(DataConfig(path=str(folder)), block_size=8)
     _, _, command = str(e.value).partition("nanoGPT's meta.pkl: ")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     subprocess.run(command, shell=True, cwd=folder, check=True, env={**os.environ, "PATH": path})
     for path in (folder, folder / "train.bin"):
-        d = prepare(DataConfig(path=str(path)), block_size=8)
+        d = open_data(DataConfig(path=str(path)), block_size=8)
         assert d.tokenizer.decode(ids(d.train)) == text[: len(d.train)]
         assert d.tokenizer.encode(text[: len(d.train)]).tolist() == ids(d.train)
     assert isinstance(bins(folder).tokenizer, IdTokenizer)  # by its name

@@ -9,7 +9,7 @@ import time
 import pytest
 from starlette.testclient import TestClient
 
-from jaxgpt.data.dataset import DataConfig, prepare
+from jaxgpt.data.dataset import DataConfig, open_data
 from jaxgpt.sample.engine import Piece, Request
 from jaxgpt.sample.score import PromptScores
 from jaxgpt.serve.app import make_app
@@ -88,7 +88,7 @@ def byte_run(tmp_path_factory, text_file):
 
 def make_byte_run(directory, text_file, block_size):
     config = DataConfig(path=str(text_file), tokenizer="byte")
-    run = recorded_run(directory, config, prepare(config, block_size=block_size), block_size=block_size)
+    run = recorded_run(directory, config, open_data(config, block_size=block_size), block_size=block_size)
     return dataclasses.replace(run, params=make_model(run.model.config)[1]).for_decoding()
 
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from jaxgpt.data.dataset import DataConfig, prepare
+from jaxgpt.data.dataset import DataConfig, open_data
 from tests.helpers import make_model, recorded_run
 from tests.sample.test_detokenize import make_pieces
 from tests.serve.conftest import BLOCK, CHAT, HELLO, FakeEngine, join_choices, read_events
@@ -42,7 +42,7 @@ def test_a_completion_begins_with_its_space_where_tokens_have_theirs_before_them
     """As in Llama 2's and Mistral's vocabularies, whose decoders drop the first space of a text."""
     (tmp_path / "tokenizer.json").write_text(make_pieces("Llama 2").to_json())
     config = DataConfig(path=str(text_file), tokenizer=str(tmp_path / "tokenizer.json"))
-    run = recorded_run(tmp_path / "run", config, prepare(config, block_size=BLOCK), block_size=BLOCK)
+    run = recorded_run(tmp_path / "run", config, open_data(config, block_size=BLOCK), block_size=BLOCK)
     run = dataclasses.replace(run, params=make_model(run.model.config)[1]).for_decoding()
     cat = run.tokenizer.parts()["model"]["vocab"]["▁cat"]
     how = {"logit_bias": {cat: 100.0}, "max_new_tokens": 2, "slots": 1, "greedy": True}

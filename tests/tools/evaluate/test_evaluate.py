@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.data.conversations import read_messages
-from jaxgpt.data.dataset import DataConfig, prepare
+from jaxgpt.data.dataset import DataConfig, open_data
 from jaxgpt.data.pipeline import Tokens, validation_batches
 from jaxgpt.data.template import PLAIN
 from jaxgpt.data.tokenizer import ByteTokenizer
@@ -47,10 +47,10 @@ def test_each_token_is_read_after_those_that_its_window_has_before_it():
 
 
 def test_bits_are_counted_by_bytes_and_by_characters(run, tmp_path):
-    dataset = prepare(run.experiment.data, block_size=C)
+    dataset = open_data(run.experiment.data, block_size=C)
     text = dataset.tokenizer.decode(dataset.val.read(0, len(dataset.val)))
     assert dataset.val_bytes == len(text.encode()) == len(dataset.val) and dataset.val_characters == len(text)
-    again = prepare(run.experiment.data, block_size=C)  # from the cache
+    again = open_data(run.experiment.data, block_size=C)  # from the cache
     assert again.val_bytes == dataset.val_bytes
 
     path = tmp_path / "val.txt"
@@ -116,7 +116,7 @@ def unread(tmp_path, monkeypatch):
     """A run of bytes with room for 33 tokens, whose loss on anything is 1."""
     path = chat_file(tmp_path)
     config = DataConfig(path=str(path), tokenizer="byte")
-    run = recorded_run(tmp_path / "run", config, prepare(config, block_size=33), block_size=33)
+    run = recorded_run(tmp_path / "run", config, open_data(config, block_size=33), block_size=33)
     monkeypatch.setattr("jaxgpt.tools.evaluate.evaluate.mean_loss", lambda *args: (1.0, 7))
     return run
 
