@@ -25,7 +25,7 @@ from jaxgpt.batch import Batch
 from jaxgpt.config.validate import check_value
 from jaxgpt.data.dataset import DataConfig, resolve_vocab
 from jaxgpt.data.mixture import parts_of
-from jaxgpt.data.pipeline import PREFETCH, Dataset, Split, training_batches, validation_batches
+from jaxgpt.data.pipeline import Dataset, Split, training_batches, validation_batches
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, RaisedOnAllProcesses, UserError, shell_line
 from jaxgpt.experiment import Experiment, TrainConfig
 from jaxgpt.hf.source import keep_companions
@@ -274,7 +274,7 @@ class Training:
 
         state: the state before the step. A rollout completes the batch with its parameters. None means no rollout.
         """
-        with contextlib.closing(self._read(step - 1, None, prefetch=1)) as batches:
+        with contextlib.closing(self._read(step - 1, None)) as batches:
             batch = next(batches)
         return batch if state is None else self._roll_out(step, state, batch)[0]
 
@@ -296,7 +296,7 @@ class Training:
         key = jax.random.fold_in(jax.random.fold_in(self.keys[0], ROLLOUT), step)
         return self.dataset.roll_out(self.trainer, params, batch, key)
 
-    def _read(self, start: int, rows: np.ndarray | None, prefetch: int = PREFETCH) -> Generator[Batch]:
+    def _read(self, start: int, rows: np.ndarray | None) -> Generator[Batch]:
         data, method = self.experiment.data, self.dataset.train.training_rows
         batches = training_batches(
             self.dataset.train,
@@ -305,7 +305,6 @@ class Training:
             seed=self.experiment.train.seed,
             start_step=start,
             rows=rows,
-            prefetch=prefetch,
         )
         with checks.blame_own_classes(data, method), contextlib.closing(batches):
             yield from batches

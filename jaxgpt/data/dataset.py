@@ -90,16 +90,14 @@ class DataConfig(Checked):
         return self.is_chat
 
     def open_dataset(self, model: GPTConfig, *, known: dict[str, Any] | None = None) -> Dataset:
-        """Return the dataset on which a model is trained. Text is encoded once and cached as memory-mapped token files.
+        """Return the dataset on which a model is trained. Text is encoded once and cached in files.
 
         The split is by position: the last `val_fraction` of the characters of each file is held out. If .bin files have
         none for validation, a fraction of their tokens is held out. Conversations are split by their number.
 
         known: the fingerprint that a run to resume has recorded, to split as it was split: earlier versions held out the
         last part of a folder. Unless `path` names an existing file, cached tokens with this fingerprint are used instead
-        of the text, and nothing is downloaded: see `replace_addresses`.
-
-        Raises `UserError` if there is no text, it is not UTF-8, or a split is shorter than one window.
+        of the text, and nothing is downloaded. Raises `UserError` without text, or for a split below one window.
         """
         return open_data(self, block_size=model.block_size, vocab_size=model.vocab_size, known=known)
 
@@ -164,16 +162,14 @@ def encode_whole(files: list[Path], tokenizer: Tokenizer) -> tuple[np.ndarray, s
 
 
 def _open_mixture(config: DataConfig, sources: dict[str, float], known: dict[str, Any] | None, **model: Any) -> Dataset:
-    """Return the dataset of several sources, by path and weight, which need one tokenizer. Arguments: `prepare`."""
+    """Return the dataset of several sources, by path and weight, which need one tokenizer."""
     if config.tokenizer == "bpe":
         raise UserError(f"tokenizer bpe is trained on one text, not on {config.path}: give a tokenizer.json, or byte")
     before, unknown = recorded_sources(known or {}), None if known is None else {}
-    datasets = {
-        path: open_data(
-            dataclasses.replace(config, path=path), known=before[n] if n < len(before) else unknown, **model
-        )
-        for n, path in enumerate(sources)
-    }
+    datasets = {}
+    for n, path in enumerate(sources):
+        part = dataclasses.replace(config, path=path)
+        datasets[path] = open_data(part, known=before[n] if n < len(before) else unknown, **model)
     all_of = [(path, dataset.tokenizer) for path, dataset in datasets.items()]
     first, one = all_of[0]
     if other := next(((path, t) for path, t in all_of if fingerprint(t) != fingerprint(one)), None):

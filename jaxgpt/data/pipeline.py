@@ -137,17 +137,16 @@ def training_batches(
     seed: int,
     start_step: int = 0,
     rows: Sequence[int] | np.ndarray | None = None,
-    prefetch: int = PREFETCH,
 ) -> Generator[Batch, None, None]:
     """Yield endless batches from `start_step` on: batch t depends only on (data, seed, t), so resuming needs no state.
 
-    `rows` are the rows of each batch that this process reads, or None for all. A thread reads `prefetch` batches ahead.
+    `rows` are the rows of each batch that this process reads, or None for all. A thread reads PREFETCH batches ahead.
     """
     read = data.training_rows(block_size=block_size, seed=seed)
     local = range(batch_size) if rows is None else rows
     reader, firsts = ThreadPoolExecutor(1, "reader"), itertools.count(start_step * batch_size, batch_size)
     try:
-        ahead = deque(reader.submit(_read_batch, read, next(firsts), local) for _ in range(prefetch))
+        ahead = deque(reader.submit(_read_batch, read, next(firsts), local) for _ in range(PREFETCH))
         for first in firsts:
             batch = ahead.popleft().result()
             ahead.append(reader.submit(_read_batch, read, first, local))
