@@ -232,9 +232,10 @@ class EncoderDecoder(GPT):
             documents: Any = {"segments_BT": segments_BT, "source_segments_BS": source_segments_BS}
             return block(x_BTD, positions_BT, states_BSD, train=train, **documents)
 
-        x_BTD, run_block = self.embed(tokens_BT, positions_BT, train), remat(run_block, self.config)
+        x_BTD = self.embed(tokens_BT, positions_BT, train)
+        run = remat(run_block, self.config.remat, is_scanned=self.config.scan_layers)
         for block in self.h:
-            x_BTD = run_block(block, x_BTD)
+            x_BTD = run(block, x_BTD)
         return self.norm_output(x_BTD)
 
     def read_source(
@@ -255,9 +256,10 @@ class EncoderDecoder(GPT):
         def run_block(block: nn.Module, x_BSD: jax.Array) -> jax.Array:
             return block(x_BSD, positions_BS, segments_BT=segments_BS, train=train)
 
-        x_BSD, run_block = self.embed(source_BS, positions_BS, train), remat(run_block, self.config)
+        x_BSD = self.embed(source_BS, positions_BS, train)
+        run = remat(run_block, self.config.remat, is_scanned=self.config.scan_layers)
         for block in self.encoder:
-            x_BSD = run_block(block, x_BSD)
+            x_BSD = run(block, x_BSD)
         return x_BSD if self.config.norm_position == "post" else self.encoder_ln_f(x_BSD)
 
     def init_cross_cache(self, cache: KVCache, source_BS: jax.Array, segments_BS: jax.Array) -> "CrossCache":
