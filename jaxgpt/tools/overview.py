@@ -136,7 +136,7 @@ def _status(metadata: RunMetadata, lines: list[dict[str, Any]], step: int) -> st
 def count_parameters(config: GPTConfig) -> int:
     """Return the number of parameters of a model, without adapters. Needs `config.vocab_size`.
 
-    By arithmetic: jax, which would trace the model, takes half a second to import.
+    By arithmetic: to trace the models of two hundred runs would take minutes.
     """
     c, shape = config, config.shape
     assert c.vocab_size

@@ -160,10 +160,10 @@ def test_the_table_fits_on_a_terminal_and_nothing_is_cut(place):
     assert len(format_rows([dataclasses.replace(rows[0], name="a\x1b[2J\nb")], 100).splitlines()) == 2
 
 
-SECONDS = 10.0  # of CPU for 200 runs: 0.5 measured, and 4.2 where two busy cores have AVX2 alone
+SECONDS = 12.0  # of CPU for jax's import and 200 runs, which took 4.2 where two busy cores have AVX2 alone
 
 
-def test_two_hundred_runs_are_listed_without_jax(place, tmp_path):
+def test_two_hundred_runs_are_listed_without_a_device(place, tmp_path):
     shutil.copytree(place / "complete", tmp_path / "runs/0")
     log = tmp_path / "runs/0/metrics.jsonl"
     log.write_bytes(log.read_bytes() * 67)  # 1,005 lines
@@ -173,7 +173,8 @@ def test_two_hundred_runs_are_listed_without_jax(place, tmp_path):
 import json, sys, time
 from jaxgpt.__main__ import main
 main(["runs", "--json"])
-assert "jax" not in sys.modules and "flax" not in sys.modules
+from jax._src import xla_bridge
+assert not xla_bridge._backends
 print(time.process_time(), file=sys.stderr)
 """
     done = check_command("-c", code, cwd=tmp_path)
