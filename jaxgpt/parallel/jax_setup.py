@@ -53,7 +53,6 @@ def configure_jax(*, computes: bool = True) -> None:
     count = os.environ.get("JAX_NUM_CPU_DEVICES", "1")
     if not re.fullmatch(r"[1-9][0-9]{0,3}", count, re.ASCII):  # with others XLA ends the process
         raise UserError(f"JAX_NUM_CPU_DEVICES={count!r}: set a whole number from 1 to 9999, or unset it")
-    gc.set_threshold(GC_THRESHOLD)
     skip_cuda_check()
     quiet_libtpu()
     jax = import_jax()
@@ -78,6 +77,8 @@ def configure_jax(*, computes: bool = True) -> None:
 
 def import_jax() -> ModuleType:
     """Import jax. Raise `UserError` if it cannot parse one of its environment variables."""
+    if os.environ.get(SWITCH) != "0":
+        gc.set_threshold(GC_THRESHOLD)
     try:
         return importlib.import_module("jax")
     except ValueError as e:
