@@ -173,6 +173,8 @@ def fit(
                 signal = caught(None)
             if val_loss is not None and val_loss < best:
                 best, is_due = val_loss, True
+            if signal is not None:
+                log.say(f"{signal}: stopping as soon as the progress is saved; a second signal stops at once")
             if signal is not None or step % config.checkpoint_every == 0 or step == config.steps:
                 is_due = True
             if is_due:
@@ -184,7 +186,6 @@ def fit(
                     training.save(step, state, val_loss, log)
                     is_due = False
             if signal is not None:
-                log.say(f"{signal}: stopping as soon as the progress is saved; a second signal stops at once")
                 checkpoints.wait()
                 raise Preempted(f"{signal}: saved step {step} of {config.steps}. {training.how_to_continue}")
         checkpoints.wait()
