@@ -2,14 +2,15 @@
 
 Question    Is a step on a TPU faster by a loss that keeps the logits on the chip and computes them three times?
 Reference   Liger Kernel (Hsu et al. 2024, arXiv:2410.10989) and tokamax have such losses.
-Change      An objective of one's own, which takes the place of the loss in chunks of 512 tokens. It runs on one device or
+Change      An objective, which takes the place of the loss in chunks of 512 tokens. It runs on one device or
             by pmap: on a mesh the compiler cannot partition the kernels.
 Command     jaxgpt study experiments/benchmarks/fused_loss.py --data.path DIR        DIR: tokens of jaxgpt prepare
             jaxgpt plan experiments/benchmarks/fused_loss.py --topology v6e:1x1      compiles it without a TPU
 Hardware    a TPU. `--objective.interpret` runs the kernels elsewhere, slowly, in Pallas's interpreter.
 Expected    Faster where 4 D FLOPs take less than half of the time of 18 bytes of memory: on a v6e at width 768, not on a
             v5e or v5p, whose memory is faster for their arithmetic.
-Result      Not timed yet, since no TPU was at hand. Values and gradients are those of the logits, by interpretation.
+Result      Not timed yet, since no TPU was at hand. In Pallas's interpreter, values and gradients equal those of the
+            loss that is computed from the logits.
 """
 
 import dataclasses

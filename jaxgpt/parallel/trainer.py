@@ -215,7 +215,7 @@ def choose_strategy(
         name = "pmap" if len(present) > 1 else "single"
     elif name != "mesh" and not is_one:
         given = f"data={parallel.data}, fsdp={parallel.fsdp}, tensor={parallel.tensor}, slices={parallel.slices}"
-        raise UserError(f"parallel.{given} need --parallel.strategy mesh, not {name}")
+        raise UserError(f"parallel.{given} need --parallel.strategy mesh, not {name}: name it, or leave them out")
     if name == "mesh":
         strategy = make_mesh(present, parallel, experiment.model)
     elif name == "pmap":

@@ -289,7 +289,7 @@ class Checkpoints:
         return self._restore(step, {PARAMS: like}, as_saved=DTYPES)[PARAMS]
 
     def _restore(self, step: int, like: dict[str, Any], as_saved: Sequence[str] = ()) -> dict[str, Any]:
-        """Restore trees by their names. as_saved: the dtypes that are not converted to those of `like`."""
+        """Restore trees by name, in the dtypes of `like`, except for arrays that were saved in one of `as_saved`."""
         import orbax.checkpoint as ocp
 
         directory, arrays = self._directory / str(step), self.manifest(step)["arrays"]

@@ -154,7 +154,7 @@ def _run(code: Code, module: str, path: Path) -> types.ModuleType:
         with contextlib.redirect_stdout(sys.stderr), _importing(code):
             if "/" in name:
                 importlib.import_module(module)
-            else:  # not by its name, which may be that of a module of Python
+            else:  # by an import, a module of Python with the same name would be found
                 made = types.ModuleType(tagged)
                 made.__file__ = str(path)
                 sys.modules[tagged] = made

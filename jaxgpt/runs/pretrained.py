@@ -63,7 +63,7 @@ class Weights:
 
     def read(self, like: Params) -> Params:
         """Return the parameters in float32, with the stacking, context length and shardings of `like`."""
-        places: dict[str, Sharding] = {}  # of each parameter, with unstacked layers
+        places: dict[str, Sharding] = {}  # by path, with unstacked layers
         for keys, x in jax.tree.leaves_with_path(like):
             path = jax.tree_util.keystr(keys, simple=True, separator="/")
             if path.startswith("h/block/"):

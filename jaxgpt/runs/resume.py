@@ -1,4 +1,4 @@
-"""What may differ when a run is trained on: its configuration, its schedule and its data."""
+"""Check an experiment and its data against the run that it resumes: only some fields may differ."""
 
 from __future__ import annotations
 

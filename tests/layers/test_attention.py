@@ -58,7 +58,7 @@ def test_every_kernel_computes_what_is_defined(kernel, scores):
 @pytest.mark.parametrize("how", [{}, {"window": 3, "softcap": 0.7, "scale": 0.3}, {"causal": False}])
 @pytest.mark.parametrize("long", [plain.MIN_BLOCKED_T, 4], ids=["whole", "blocks"])
 def test_its_weights_are_what_it_makes_of_the_identity(how, long, monkeypatch):
-    """In two documents. The values' own size is the result's: that of the identity is S."""
+    """Also with two documents in a row. Values may have another size than queries: an identity's is S."""
     monkeypatch.setattr(plain, "MIN_BLOCKED_T", long)
     q_BTNH, k_BTKH, _ = (jnp.concatenate([x, x[:, :3]], axis=1) for x in qkv())  # 8 tokens: four blocks of two
     B, T, K, H = k_BTKH.shape

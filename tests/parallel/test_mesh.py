@@ -86,7 +86,7 @@ def test_the_axes_of_a_model():
 
 
 def keep_rows(params):
-    """Of each matrix itself and a row, by name, and a number."""
+    """Keep each matrix and its first row, by name, and one number."""
     return {"rows": jax.tree.map(lambda x: {"all": x, "row": x[0]} if x.ndim == 2 else (), params), "n": jnp.zeros(())}
 
 

@@ -101,7 +101,7 @@ def stranger(monkeypatch, tmp_path):
 
 
 def up(model):
-    """What the `power` of a model's own file makes of 1."""
+    """Return `power(1)` of the file that a model comes from."""
     return sys.modules[type(model).__module__.replace("mine", "power")].up(1)
 
 

@@ -76,8 +76,8 @@ def test_a_run_of_another_kernel_is_used_as_ever(trained, moved):
 
 
 def test_a_run_of_other_hardware_is_resumed_bit_for_bit(trained, moved, capsys):
-    """Its record names a kernel that is not here, and what is used instead is told. Its mesh is refused, or gives way
-    to auto. It is measured and logged at other intervals now."""
+    """Its record names a kernel that is not here: the log says which one is used instead. Its mesh is refused, and auto
+    takes one device. It is logged and validated at other intervals from then on."""
     run = moved(steps=[2], train={"attention": "cudnn"}, parallel=H200S)
     given = read_metadata(run).given
     train = dataclasses.replace(given.train, log_every=3, eval_every=2, sample_tokens=1)

@@ -14,7 +14,7 @@ NUM_BLOCKS, MIN_BLOCKED_T = 4, 256
 
 
 class Scores(NamedTuple):
-    """How the products of queries and keys become attention weights."""
+    """The numbers that turn products of queries and keys into attention weights."""
 
     scale: float | None = None  #: factor of the scores. None means 1 / sqrt(H)
     window: int | None = None  #: tokens that each query attends to, itself included. None means all
