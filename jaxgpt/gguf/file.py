@@ -1,4 +1,4 @@
-"""Write models as GGUF files, and read those back (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+"""Read and write models as GGUF files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
 Rules convert between `GPTConfig` and the fields of an architecture of llama.cpp, in both directions: `read` gives the model
 that llama.cpp computes, with its defaults. They name fields without the prefix of the architecture. Those that begin with
@@ -22,7 +22,7 @@ import numpy as np
 from jaxgpt.config.validate import check_count, short
 from jaxgpt.errors import UserError
 from jaxgpt.files import open_file, open_whole
-from jaxgpt.gguf.tokenizers import GGML, JSON, read_tokenizer
+from jaxgpt.gguf.tokenizers import read_tokenizer
 from jaxgpt.hf.family import SCALINGS, ConfigRule, Family, Json, find_differences, weight_rules
 from jaxgpt.hf.source import Source, check_vocabulary, load_named_tokenizer
 from jaxgpt.hf.weights import DTYPES, Tensor, check, hold, to_tensors
@@ -77,10 +77,9 @@ def _write(name: str, c: GPTConfig) -> Json:
     if usual["norm"] == "rmsnorm":
         values |= {"attention.head_count_kv": c.n_kv_head} | ({QKV_BIAS: True} if c.qkv_bias else {})
     if name == "llama":
-        if c.rope_scaling == "llama3" and (rope := c.make_rope(None)) is not None:
+        if c.rope_scaling == "llama3":
             values |= {f"jaxgpt.{ours}": getattr(c, ours) for ours in SCALINGS["llama3"].values()}
-            # llama.cpp divides the angle of each pair by this tensor.
-            values[FREQUENCIES] = np.asarray(rope._replace(scaling="none").frequencies() / rope.frequencies())
+            values[FREQUENCIES] = _find_divisors(c)  # llama.cpp divides the angle of each pair by this tensor
         values |= ({OUT_BIAS: True} if c.out_bias else {}) | ({UP_BIAS: True} if c.bias else {})
     if name in WITH_HEAD_SIZE:
         values |= dict.fromkeys(("attention.key_length", "attention.value_length"), c.head_dim)
@@ -108,32 +107,35 @@ def _read(name: str, values: Json) -> Json:
     """Return the fields of `GPTConfig` for the model that llama.cpp computes, with its defaults."""
     usual, get = USUAL[name], values.get
     needed = [*SIZES, EPSILON[usual["norm"]]]
-    needed += ["attention.key_length"] if name in WITH_HEAD_SIZE else []
     needed += ["rope.dimension_count", "use_parallel_residual"] if name == "gptneox" else []
     for key in needed:
         if get(key) is None:
             raise UserError(f"it has no {key}")
+    if get("expert_count"):
+        raise UserError(f"expert_count={short(get('expert_count'))}: mixtures of experts are not supported")
     ours = usual | {field: values[key] for key, field in SIZES.items()} | {"norm_eps": get(EPSILON[usual["norm"]])}
     head_size = check_count("n_embd", get("embedding_length")) // check_count("n_head", get("attention.head_count"))
+    if name in WITH_HEAD_SIZE:
+        head_size = ours["head_dim"] = check_count("head_dim", get("attention.key_length", head_size))
+        if get("attention.value_length", head_size) != head_size:
+            raise UserError(f"attention.value_length={short(values['attention.value_length'])}: needs {head_size}")
     if usual.get("position") == "rope":
-        ours["rope_theta"] = get("rope.freq_base", 10_000.0)
-        if (factor := get("rope.scaling.factor")) is not None:
-            ours |= {"rope_scaling": "linear", "rope_factor": factor}
+        ours |= {"rope_theta": get("rope.freq_base", 10_000.0)} | _read_scaling(values, head_size)
+        rotated = check_count("rope.dimension_count", get("rope.dimension_count", head_size))
+        if name == "gptneox":
+            ours["rope_fraction"] = rotated / max(head_size, 1)
+        elif rotated != head_size:
+            raise UserError(f"rope.dimension_count={rotated}: needs the head size, {head_size}")
     if usual["norm"] == "rmsnorm":
         ours |= {"n_kv_head": get("attention.head_count_kv"), "qkv_bias": QKV_BIAS in values}
     if name == "llama":
-        if FREQUENCIES in values:
-            ours |= {"rope_scaling": "llama3"} | {x: get(f"jaxgpt.{x}") for x in SCALINGS["llama3"].values()}
         ours |= {"out_bias": OUT_BIAS in values, "bias": UP_BIAS in values}
-    if name in WITH_HEAD_SIZE:
-        ours["head_dim"] = values["attention.key_length"]
     if name in TIED_WITH_COPY:
         ours["tie_embeddings"] = get("jaxgpt.tie_embeddings", False)
     elif name not in ALWAYS_TIED:
         ours["tie_embeddings"] = OUTPUT not in values
     if name == "gptneox":
-        rotated = check_count("rope.dimension_count", values["rope.dimension_count"])
-        ours |= {"rope_fraction": rotated / max(head_size, 1), "parallel_residual": values["use_parallel_residual"]}
+        ours["parallel_residual"] = values["use_parallel_residual"]
     ours["activation"] = get("jaxgpt.activation", usual["activation"])
     if name == "gemma3":
         ours["rope_local_theta"] = get("rope.freq_base_swa", 10_000.0)
@@ -142,11 +144,40 @@ def _read(name: str, values: Json) -> Json:
         ours["sliding_window"] = get(WINDOW, size) or None
         ours["global_every"] = (get(PERIOD, every) or None) if ours["sliding_window"] else None
         if values["block_count"] == deepest:  # this model's scores have the scale of n_embd / n_head
-            ours["query_scale"] = head_size
+            ours["query_scale"] = ours["n_embd"] // ours["n_head"]
         ours["logit_softcap"] = get("final_logit_softcapping", 30.0 if name == "gemma2" else None)
     if name == "gemma2":
         ours["attention_softcap"] = get("attn_logit_softcapping", 50.0)
     return ours
+
+
+def _read_scaling(values: Json, head_size: int) -> Json:
+    """Return the fields of `GPTConfig` for scaled rotations. Raises `UserError` for scalings that it does not have."""
+    factor, kind = values.get("rope.scaling.factor", values.get("rope.scale_linear")), values.get("rope.scaling.type")
+    if kind not in (None, "none", "linear"):
+        raise UserError(f"rope.scaling.type={short(kind)}: only none and linear are supported, and Llama 3's")
+    found: Json = {}
+    if factor is not None and kind != "none":
+        found = {"rope_scaling": "linear", "rope_factor": factor}
+    if FREQUENCIES not in values:
+        return found
+    found = {"rope_scaling": "llama3"} | {x: values.get(f"jaxgpt.{x}") for x in SCALINGS["llama3"].values()}
+    if found["rope_factor"] is None:  # written by another program: what Llama 3 has, by the largest divisor
+        divisors = values[FREQUENCIES].read()
+        found |= {"rope_factor": float(divisors.max()), "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0}
+        found |= {"rope_original_context": 8192}
+        theta = values.get("rope.freq_base", 10_000.0)
+        model = GPTConfig(n_layer=1, n_head=1, n_embd=head_size, position="rope", rope_theta=theta, **found)
+        if divisors.shape != (head_size // 2,) or not np.allclose(divisors, _find_divisors(model), rtol=1e-3):
+            raise UserError(f"{FREQUENCIES} is not Llama 3's scaling with a factor of {divisors.max():g}")
+    return found
+
+
+def _find_divisors(config: GPTConfig) -> np.ndarray:
+    """Return what the angle of each pair is divided by, where Llama 3's rotations are scaled."""
+    rope = config.make_rope(None)
+    assert rope is not None
+    return np.asarray(rope._replace(scaling="none").frequencies() / rope.frequencies())
 
 
 def _family(name: str) -> Family:
@@ -191,7 +222,7 @@ MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
 LARGEST_HEADER = 2**26  # bytes before the elements. Gemma 3's, with 262,144 tokens, has 2**23
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # struct's codes
-BLOCK, BLOCK_BYTES = 32, 34  # elements of a row that share a scale in Q8_0, and their bytes
+BLOCK = 32  # elements of a row that share a scale in Q8_0
 KINDS = {"F32": (0, 0), "F16": (1, 1), "BF16": (30, 32), "Q8_0": (8, 7)}  # ggml's number, llama.cpp's of the file type
 NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}  # for users
 EMBEDDING, NORM = "token_embd.weight", "norm.weight"
@@ -287,31 +318,53 @@ def _package() -> Any:
 
 
 def _count_bytes(shape: tuple[int, ...], kind: str) -> int:
-    count = math.prod(shape)
-    return count // BLOCK * BLOCK_BYTES if kind == "Q8_0" else count * DTYPES[kind].itemsize
+    """Return the bytes of a tensor of a kind that ggml names. Raises `UserError` if a row is cut within a block."""
+    if kind in DTYPES:
+        return math.prod(shape) * DTYPES[kind].itemsize
+    gguf = _package()
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    if not shape or shape[-1] % block:
+        raise UserError(f"rows of {[*shape]} elements, which are no blocks of {block} of {kind}")
+    return math.prod(shape) // block * size
 
 
 def _read_elements(path: Path, shape: tuple[int, ...], kind: str, offset: int) -> np.ndarray:
-    """Read the elements of a tensor. Q8_0 becomes float32."""
+    """Read the elements of a tensor. Those that are quantised become float32."""
     with open_file(path) as f:
         f.seek(offset)
         raw = f.read(_count_bytes(shape, kind))
-    stored = np.frombuffer(raw, DTYPES.get(kind, np.uint8))
-    if kind == "Q8_0":
-        gguf = _package()
-        stored = gguf.quants.dequantize(stored.reshape(-1, BLOCK_BYTES), gguf.GGMLQuantizationType.Q8_0)
-    return stored.reshape(shape)
+    if kind in DTYPES:
+        return np.frombuffer(raw, DTYPES[kind]).reshape(shape)
+    gguf = _package()
+    number = gguf.GGMLQuantizationType[kind]
+    blocks = np.frombuffer(raw, np.uint8).reshape(-1, gguf.GGML_QUANT_SIZES[number][1])
+    return gguf.quants.dequantize(blocks, number).reshape(shape)
+
+
+def _find_kind(number: int) -> str:
+    """Return ggml's name of a dtype. Raises `UserError` if it cannot be read."""
+    names = {of_ggml: name for name, (of_ggml, _) in KINDS.items() if name in DTYPES}
+    if number in names:
+        return names[number]
+    gguf = _package()
+    try:
+        kind = gguf.GGMLQuantizationType(number)
+        gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except (ValueError, NotImplementedError):
+        named = f"{kind.name}, " if number in list(gguf.GGMLQuantizationType) else ""
+        raise UserError(f"has dtype {named}{number} of ggml, which the gguf package does not read") from None
+    return kind.name
 
 
 def open_gguf(path: Path, tokenizer: str | None = None) -> tuple[Source, Json]:
-    """Open a file that was written here, and check it before any matrix is read. Returns (model, all fields).
+    """Open a file, and check it before any matrix is read. Returns (model, all fields).
 
     Args:
         path: the file.
         tokenizer: path of a tokenizer.json, or "ids" for none. None means the one in the file.
 
     Raises:
-        UserError: the file was written by another program, is damaged or unknown.
+        UserError: the file is damaged, or has an architecture, a tokenizer or a quantisation that is unknown.
     """
     values, tensors = read_gguf(path)
     try:
@@ -320,14 +373,7 @@ def open_gguf(path: Path, tokenizer: str | None = None) -> tuple[Source, Json]:
         if config.n_layer > len(tensors):  # it would take long to trace
             raise UserError(f"block_count={config.n_layer}, but there are {len(tensors)} tensors")
         if config.norm_offset:
-            names, rest = sorted(name for name in tensors if name.endswith(NORM)), values.get(NORM_PARAMETERS)
-            size = sum(math.prod(tensors[name].shape) for name in names)
-            if not isinstance(rest, list) or len(rest) != size or not all(type(x) is float for x in rest):
-                raise UserError(f"{NORM_PARAMETERS} is missing or damaged: it must be a list of {size:,} numbers")
-            for name in names:
-                shape, count = tensors[name].shape, math.prod(tensors[name].shape)
-                x, rest = np.array(rest[:count], np.float32), rest[count:]
-                tensors[name] = hold(x.reshape(shape))
+            tensors |= _read_norms(tensors, values.get(NORM_PARAMETERS))
         check(tensors, family, config)
         if tokenizer is None:
             check_vocabulary(found := read_tokenizer(values), "the file", config)
@@ -338,19 +384,27 @@ def open_gguf(path: Path, tokenizer: str | None = None) -> tuple[Source, Json]:
     return Source(directory=path, family=family, config=config, tokenizer=found, tensors=tensors), values
 
 
+def _read_norms(tensors: Mapping[str, Tensor], exact: Any) -> dict[str, Tensor]:
+    """Return the parameters of Gemma's norms, which are 1 less than the scales in a file, or as a field has them."""
+    names = sorted(name for name in tensors if name.endswith(NORM))
+    if exact is None:
+        return {name: hold(np.asarray(tensors[name].read(), np.float32) - 1) for name in names}
+    size = sum(math.prod(tensors[name].shape) for name in names)
+    if not isinstance(exact, list) or len(exact) != size or not all(type(x) is float for x in exact):
+        raise UserError(f"{NORM_PARAMETERS} is damaged: it must be a list of {size:,} numbers")
+    ends = np.cumsum([math.prod(tensors[name].shape) for name in names])[:-1]
+    parts = np.split(np.array(exact, np.float32), ends)
+    return {name: hold(part.reshape(tensors[name].shape)) for name, part in zip(names, parts, strict=True)}
+
+
 def read_config(values: Json, tensors: Mapping[str, Tensor]) -> tuple[Family, GPTConfig]:
     """Return (family, architecture) of a file. Raises `UserError` if they are unknown, or our layers do not support them."""
     name, embedding = values.get("general.architecture"), tensors.get(EMBEDDING)
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise UserError(f"general.architecture={short(name)} is unknown: jaxgpt reads {', '.join(ARCHITECTURES)}")
-    if JSON not in values and values.get(GGML + "model") not in ("rwkv", "none"):
-        raise UserError(
-            "it was not written by jaxgpt export, and the files of other programs are not read: import the model's "
-            "original in Hugging Face's format"
-        )
     if embedding is None or len(embedding.shape) != 2:
         raise UserError(f"it has no {EMBEDDING} with two axes")
-    known = {key.removeprefix(f"{name}."): value for key, value in values.items()} | dict.fromkeys(tensors, True)
+    known = {key.removeprefix(f"{name}."): value for key, value in values.items()} | tensors
     return ARCHITECTURES[name], ARCHITECTURES[name].read(known | {"vocab_size": embedding.shape[0]})
 
 
@@ -358,7 +412,7 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
     """Return (fields, tensors by name) of an untrusted file. Elements are read when they are needed.
 
     A float32 field becomes the shortest decimal number that rounds to it: 1e-05, not 9.999999747378752e-06.
-    Raises `UserError` for a file that is damaged, or has tensors of a dtype that is not in `KINDS`.
+    Raises `UserError` for a file that is damaged, or has tensors that the gguf package cannot dequantise.
     """
     # gguf.GGUFReader takes 34 s and 1.2 GB for the fields of Gemma 3, this 0.5 s, and never returns from a damaged array.
     with open_file(path) as f:
@@ -395,14 +449,16 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
             infos.append((take_value(STRING), take("Q", *take("I"))[::-1], *take("I"), *take("Q")))
     except (struct.error, UnicodeDecodeError, KeyError) as e:
         raise UserError(f"{path} is damaged within its header ({e}): download it again") from None
-    kinds, tensors = {number: kind for kind, (number, _) in KINDS.items()}, {}
+    tensors, found = {}, dict[int, str]()
+    start = -(-at // values.get("general.alignment", ALIGNMENT)) * values.get("general.alignment", ALIGNMENT)
     for name, shape, number, offset in infos:
-        if number not in kinds:
-            raise UserError(f"{path}: {name} has dtype {number} of ggml: jaxgpt reads {', '.join(KINDS)}")
-        kind, offset = kinds[number], -(-at // ALIGNMENT) * ALIGNMENT + offset
-        is_cut = kind == "Q8_0" and (not shape or shape[-1] % BLOCK)
-        if len(shape) > 4 or is_cut or offset + _count_bytes(shape, kind) > size:
+        try:
+            kind = found[number] = found.get(number) or _find_kind(number)
+            length = _count_bytes(shape, kind)
+        except UserError as e:
+            raise UserError(f"{path}: {name} {e}") from None
+        if len(shape) > 4 or start + offset + length > size:
             raise UserError(f"{path} is damaged: it ends before the end of {name}. Download it again.")
-        read = functools.partial(_read_elements, path, shape, kind, offset)
-        tensors[name] = Tensor(shape, "F32" if kind == "Q8_0" else kind, read, path)
+        read = functools.partial(_read_elements, path, shape, kind, start + offset)
+        tensors[name] = Tensor(shape, kind if kind in DTYPES else "F32", read, path)
     return values, tensors

@@ -8,7 +8,8 @@ r"""Convert tokenizers to the fields of GGUF and back, so that llama.cpp encodes
   llama.cpp merges any two neighbours that make a token, so a tokenizer must have all these merges.
 - Rows of the embedding without a token are UNUSED, and llama.cpp's own samplers never choose them.
 - llama.cpp ends texts also at tokens that it knows by name, such as `</s>`, whatever the file says.
-- A BPE comes back from its tokenizer.json, in a field that llama.cpp does not read.
+- A BPE that was written here comes back from its tokenizer.json, in a field that llama.cpp does not read. That of another
+  program is made from its tokens, their types, and the merges ("gpt2") or the scores ("llama"), to encode as llama.cpp does.
 """
 
 from __future__ import annotations
@@ -42,6 +43,12 @@ SPACE = "\u2581"  # a space, in SentencePiece's vocabularies
 LONGEST = 2**10  # characters of a token that are cut in two at every place
 NOT_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes
 
+# The words of Mistral's Tekken, as its tokenizer.json spells them.
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+TEKKEN_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
@@ -60,7 +67,12 @@ PRE_TOKENIZERS = {
     "dbrx": (_sequence(_split({"Regex": WORDS[0]})), False),
     "qwen2": (_sequence(_split({"Regex": WORDS[1]})), False),
     "smollm": (_sequence({"type": "Digits", "individual_digits": True}, use_regex=True), False),
+    "tekken": (_sequence(_split({"Regex": TEKKEN_WORDS})), True),
 }
+# Names in llama.cpp of what is the same: src/llama-vocab.cpp.
+ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "olmo": "gpt-2", "phi-2": "gpt-2", "smaug-bpe": "dbrx"}
+ALIASES |= {"stablelm2": "qwen2", "deepseek-r1-qwen": "qwen2", "starcoder": "smollm", "refact": "smollm"}
+BEGIN_TEXTS = ("llama-bpe", "tekken")  # these begin texts with a token unless the file says otherwise
 _PREPEND = {"type": "Prepend", "prepend": SPACE}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 _METASPACE = {"type": "Metaspace", "replacement": SPACE, "split": False}
@@ -233,7 +245,7 @@ def _list_tokens(parts: Mapping[str, Any]) -> dict[int, str]:
 
 
 def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
-    """Return the tokenizer of a file that was written here. Raises `UserError` if its fields are damaged."""
+    """Return the tokenizer of a file. Raises `UserError` if its fields are damaged, or of a kind that is not known."""
     model, text, tokens = (fields.get(key) for key in (GGML + "model", JSON, GGML + "tokens"))
     if model == "none":
         key = f"{fields.get('general.architecture')}.vocab_size"
@@ -249,6 +261,8 @@ def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
         if all(len(c) == 1 for c in characters) and characters == sorted(set(characters)):
             return CharTokenizer("".join(characters))
         raise UserError("its vocabulary is neither the 256 bytes nor characters in the order of their code points")
+    if text is None:
+        return BPETokenizer(json.dumps(_make_parts(fields, tokens), ensure_ascii=False))
     if not isinstance(text, str):
         raise UserError(f"{JSON} is {type(text).__name__}: it must be the text of a tokenizer.json")
     try:
@@ -260,6 +274,90 @@ def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
         if i >= len(tokens) or tokens[i] != token:
             raise UserError(f"{JSON} and {GGML}tokens differ: token {i} is {short(token)} in the first")
     return tokenizer
+
+
+def _make_parts(fields: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+    """Return the tokenizer.json of a BPE in a file of another program."""
+    kind = fields.get(GGML + "model")
+    kinds = _read_list(fields, "token_type", len(tokens), int)
+    vocab = {token: i for i, token in enumerate(tokens) if kinds[i] != UNUSED}
+    if len(vocab) < len(tokens) - kinds.count(UNUSED):
+        raise UserError(f"{GGML}tokens has two tokens of one text")
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    # SentencePiece's own tokens of spaces are made by merges.
+    added = [
+        {"id": i, "content": token, "special": kinds[i] != USER_DEFINED, **plain}
+        for token, i in vocab.items()
+        if kinds[i] in (UNKNOWN, CONTROL) or (kinds[i] == USER_DEFINED and SPACE not in token)
+    ]
+    if kind == "gpt2":
+        model, parts, has_begin = _byte_level_parts(fields)
+    elif kind == "llama":
+        model, parts, has_begin = _sentencepiece_parts(fields, tokens, vocab)
+    else:
+        raise UserError(f"{GGML}model={short(kind)} is unknown: jaxgpt reads gpt2, llama, rwkv and none")
+    begin = fields.get(GGML + "bos_token_id")
+    if fields.get(GGML + "add_bos_token", has_begin) and begin is not None:
+        first = tokens[check_count(f"{GGML}bos_token_id", begin, 0, len(tokens) - 1)]
+        special, text = {"SpecialToken": {"id": first, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+        parts["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [special, text],
+            "pair": [special, text, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {first: {"id": first, "ids": [begin], "tokens": [first]}},
+        }
+    model = {"type": "BPE", "vocab": vocab, **model}
+    return {"version": "1.0", "added_tokens": added, "model": model, **parts}
+
+
+def _byte_level_parts(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], bool]:
+    """Return (model, other parts, whether a text begins with a token unless the file says) of a "gpt2"."""
+    merges, pre = fields.get(GGML + "merges"), fields.get(GGML + "pre")
+    pre = ALIASES.get(str(pre), pre)
+    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
+        known = ", ".join([*PRE_TOKENIZERS, *ALIASES])
+        raise UserError(f"{GGML}pre={short(pre)} is unknown, so its words cannot be told: jaxgpt reads {known}")
+    if not isinstance(merges, list) or not all(type(pair) is str and pair.count(" ") == 1 for pair in merges):
+        raise UserError(f"{GGML}merges is missing or damaged: it must be a list of two tokens and a space")
+    words, whole = PRE_TOKENIZERS[pre]
+    model = {"merges": [pair.split(" ") for pair in merges], "ignore_merges": whole}
+    return model, {"pre_tokenizer": words, "decoder": BYTE_LEVEL}, pre in BEGIN_TEXTS
+
+
+def _sentencepiece_parts(
+    fields: Mapping[str, Any], tokens: list[str], vocab: Mapping[str, int]
+) -> tuple[dict[str, Any], dict[str, Any], bool]:
+    """Return what `_byte_level_parts` does of a "llama", whose merges are all cuts of a token in two, by its score."""
+    scores = _read_list(fields, "scores", len(tokens), float)
+    merges = []
+    for token, i in vocab.items():
+        if len(token) > LONGEST:  # all its cuts would be a square of that
+            raise UserError(f"the token {short(token)} has {len(token):,} characters: needs at most {LONGEST:,}")
+        cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        merges += [(-scores[i], pair) for pair in cuts if pair[0] in vocab and pair[1] in vocab]
+    merges.sort(key=lambda merge: merge[0])
+    unknown = check_count(f"{GGML}unknown_token_id", fields.get(GGML + "unknown_token_id", 0), 0, len(tokens) - 1)
+    model = {
+        "merges": [pair for _, pair in merges],
+        "byte_fallback": True,
+        "fuse_unk": True,
+        "unk_token": tokens[unknown],
+    }
+    is_spaced = fields.get(GGML + "add_space_prefix", True)
+    spaces = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    decoders = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if is_spaced:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    normalizer = SENTENCEPIECE[0 if is_spaced else 1][0]
+    return model, {"normalizer": normalizer, "decoder": {"type": "Sequence", "decoders": decoders}}, True
+
+
+def _read_list(fields: Mapping[str, Any], name: str, length: int, kind: type) -> list[Any]:
+    """Return a list with a value for each token. Raises `UserError` if it is anything else."""
+    values = fields.get(GGML + name)
+    if not isinstance(values, list) or len(values) != length or not all(type(x) is kind for x in values):
+        raise UserError(f"{GGML}{name} is missing or damaged: it must be a list of {length:,} numbers")
+    return values
 
 
 def read_chat_template(fields: Mapping[str, Any]) -> str | None:

@@ -30,6 +30,7 @@ MODELS = {name: SHAPES[name] for name in (*ONE_EACH, *MORE)} | {
     "gemma2": ("gemma2", BODY | WINDOWS),
     "gemma3": ("gemma3_text", BODY | WINDOWS | dict(sliding_window_pattern=2, final_logit_softcapping=9.0)),
     "gemma3-every-6": ("gemma3_text", BODY | WINDOWS | dict(num_hidden_layers=7)),
+    "llama-3.2": ("llama", BODY | dict(rope_parameters=LLAMA3 | dict(original_max_position_embeddings=8192))),
     "neox-in-series": ("gpt_neox", NEOX | SMALL | dict(use_parallel_residual=False, tie_word_embeddings=True)),
 }
 
@@ -104,6 +105,67 @@ def test_what_llama_cpp_wants_otherwise(tmp_path):
     turns = 32 * frequency / (2 * np.pi)
     kept = np.clip((turns - 1.0) / 3.0, 0, 1)
     np.testing.assert_allclose(tensors["rope_freqs.weight"], 1 / (kept + (1 - kept) / 8.0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "llama-3.2", "qwen3", "gemma2", "gemma3", "olmo2"])
+def test_a_file_without_fields_of_ours_is_the_same_model(name, tmp_path):
+    """As other programs write it: without what llama.cpp has a default for, and Gemma's norms as scales alone."""
+    _, config, params = make(name)
+    fields, tensors = model_parts(name)
+    architecture = fields["general.architecture"]
+    spared = ("attention.value_length", "rope.dimension_count", "rope.scaling.type")
+    fields = {key: x for key, x in fields.items() if not key.startswith("jaxgpt.") and not key.endswith(spared)}
+    fields |= tokenizer_fields(ByteTokenizer(), config.vocab_size, chat_template=None, ends=())
+    write_gguf(tmp_path / "m.gguf", fields | {f"{architecture}.vocab_size": 260}, tensors)
+    back, loaded = load(tmp_path / "m.gguf")
+    assert canonical_form(back) == canonical_form(config)
+    for path, x in params.items():
+        np.testing.assert_allclose(loaded[path], x, atol=2e-7 * config.norm_offset, err_msg=path)
+
+
+# transformers takes other sizes than the file's for what it does not read there: heads of Qwen3 and Gemma, for one.
+GEMMA = BODY | dict(head_dim=256, query_pre_attn_scalar=256, sliding_window=6)
+PEERS = {
+    "F16": ("gpt2", GPT2 | dict(n_positions=1024)),
+    "Q8_0": MODELS["llama"],
+    "Q4_0": MODELS["qwen2"],
+    "Q5_1": ("qwen3", BODY | dict(head_dim=128)),
+    "BF16": ("gemma2", GEMMA),
+    "Q4_1": ("gemma3_text", GEMMA | dict(num_hidden_layers=7)),
+}
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("quantisation", PEERS)
+def test_transformers_computes_the_same_from_the_file(quantisation, tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setitem(MODELS, "peer", PEERS[quantisation])
+    fields, tensors = model_parts("peer")
+    fields = {key: x for key, x in fields.items() if not key.startswith("jaxgpt.")}
+    kind = gguf.GGMLQuantizationType[quantisation]
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", fields.pop("general.architecture"))
+    for key, value in (fields | {"tokenizer.ggml.model": "none"}).items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add[type(value)](key, value)
+    writer.add_token_list([f"t{i}" for i in range(260)])
+    for key, tensor in tensors.items():
+        x = np.ascontiguousarray(tensor.read(), np.float32) * np.float32(0.3)
+        whole = x.ndim == 2 and x.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 and key != "position_embd.weight"
+        of = kind if whole else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(key, gguf.quants.quantize(x, of), raw_dtype=of)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    source, _ = open_gguf(tmp_path / "m.gguf", "ids")
+    params = read_params(source.tensors, source.family, source.config)
+    ids = np.random.default_rng(1).integers(0, 260, (2, 20))
+    ours = jaxgpt.GPT(source.config).apply({"params": params}, ids)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32).eval()
+    with torch.no_grad():
+        theirs = peer(torch.tensor(ids)).logits.numpy()
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4 * np.abs(theirs).max())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "q8_0"])

@@ -11,7 +11,7 @@ from jaxgpt.gguf.file import open_gguf, read_gguf, write_gguf
 from jaxgpt.hf.weights import hold
 from tests.gguf.test_families import model_parts
 
-pytest.importorskip("gguf", reason="without the gguf package")
+gguf = pytest.importorskip("gguf", reason="without the gguf package")
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,15 @@ DAMAGED = [
     (header(text(b"\xff"), fields=1), "is damaged within its header"),  # not UTF-8
     (header(text(b"a"), b"\xff" * 4, tensors=1), "is damaged within its header"),  # 4294967295 dimensions
     (header(text(b"a"), struct.pack("<I5QIQ", 5, *[1] * 5, 0, 0), b"\0" * 32, tensors=1), "before the end of a"),
-    (header(TENSOR, struct.pack("<IQ", 12, 0), tensors=1), "a has dtype 12 of ggml: jaxgpt reads F32, F16, BF16, Q8_0"),
+    (
+        header(TENSOR, struct.pack("<IQ", 12, 0), tensors=1),
+        "a rows of [32] elements, which are no blocks of 256 of Q4_K",
+    ),
+    (
+        header(TENSOR, struct.pack("<IQ", 24, 0), tensors=1),
+        "a has dtype I8, 24 of ggml, which the gguf package does not",
+    ),
+    (header(TENSOR, struct.pack("<IQ", 99, 0), tensors=1), "a has dtype 99 of ggml, which the gguf package does not"),
     (header(TENSOR, struct.pack("<IQ", 0, 2**63), tensors=1), "ends before the end of a"),
     (header(text(b"a"), struct.pack("<IQQIQ", 2, 2**63, 2**63, 0, 0), tensors=1), "before the end of a"),
 ]
@@ -93,7 +101,10 @@ SQUARE = np.ones((32, 32), np.float32)
 def test_files_that_lie_are_refused(write):
     for fields, tensors, said in (
         ({"general.architecture": "bert"}, {}, "general.architecture='bert' is unknown: jaxgpt reads gpt2, llama"),
-        ({"tokenizer.ggml.model": "gpt2"}, {}, "it was not written by jaxgpt export"),
+        ({"tokenizer.ggml.model": "gpt2"}, {}, "tokenizer.ggml.tokens is missing"),
+        ({"qwen2.rope.scaling.type": "yarn"}, {}, "rope.scaling.type='yarn': only none and linear"),
+        ({"qwen2.rope.dimension_count": 4}, {}, "rope.dimension_count=4: needs the head size"),
+        ({"qwen2.expert_count": 8}, {}, "expert_count=8: mixtures of experts are not supported"),
         ({"qwen2.block_count": 512}, {}, "block_count=512, but there are 26 tensors"),
         ({"qwen2.block_count": "1"}, {}, "n_layer='1': needs a whole number"),
         ({"qwen2.attention.head_count": 0}, {}, "n_head=0: needs at least 1"),
@@ -121,3 +132,25 @@ def test_a_file_is_written_whole_or_not_at_all(parts, write, tmp_path):
     with pytest.raises(UserError, match=r"ffn_up.weight has values beyond those of float16: take dtype bfloat16"):
         write({}, {"blk.0.ffn_up.weight": hold(SQUARE * 70_000)}, dtype="float16")
     assert list(tmp_path.iterdir()) == []
+
+
+READ = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ2_XXS IQ3_S IQ4_NL IQ4_XS TQ1_0 MXFP4".split()
+
+
+def test_every_quantisation_is_read_as_the_gguf_package_reads_it(tmp_path):
+    """Rows of 256 elements of random blocks, each of which is some number."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    blocks = {}
+    for kind in map(gguf.GGMLQuantizationType.__getitem__, READ):
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        blocks[kind] = np.random.default_rng(0).integers(0, 256, (3, 256 // block * size), np.uint8)
+        writer.add_tensor(kind.name, blocks[kind], raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tensors = read_gguf(tmp_path / "m.gguf")[1]
+    for kind, raw in blocks.items():
+        found = tensors[kind.name]
+        assert (found.shape, found.kind) == ((3, 256), "F32")
+        np.testing.assert_array_equal(found.read(), gguf.quants.dequantize(raw, kind), err_msg=kind.name)

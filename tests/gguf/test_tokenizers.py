@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import re
+import unicodedata
 from contextlib import nullcontext
 
 import pytest
@@ -174,6 +175,14 @@ def test_bpe(name, trained):
     assert len({*tokens}) == len(kinds) == size + 5 and kinds[size:] == [UNUSED] * 5
     assert read_tokenizer(fields).to_json() == tokenizer.to_json()
     assert (read_chat_template(fields), read_ends(fields)) == ("{{ messages }}", [7, 8])
+    other = read_tokenizer(
+        {name: value for name, value in fields.items() if name != JSON}
+    )  # as other programs write it
+    assert (other.vocab_size, other.prefix, other.end_of_text) == (size, tokenizer.prefix, tokenizer.end_of_text)
+    for text in [*TEXTS, "zebra", "", " a", "\n\n\na"]:
+        ids = tokenizer.encode(unicodedata.normalize("NFC", text) if name == "qwen2" else text)
+        assert other.encode(unicodedata.normalize("NFC", text) if name == "qwen2" else text).tolist() == ids.tolist()
+        assert other.decode(ids).lstrip(" ") == tokenizer.decode(ids).lstrip(" ")
     vocab = tokenizer.parts()["model"]["vocab"]
     if "spaced" not in name:
         assert fields["tokenizer.ggml.pre"] == name
@@ -252,6 +261,12 @@ DAMAGED = {
     "is int": {JSON: 3},
     "cannot be used": {JSON: "{}"},
     "differ: token": {JSON: train_bpe([TEXT[::-1]], 300).to_json()},
+    "pre='viking' is unknown, .* jaxgpt reads gpt-2, llama-bpe": {JSON: None, "tokenizer.ggml.pre": "viking"},
+    "pre=None is unknown": {JSON: None, "tokenizer.ggml.pre": None},
+    "model='t5' is unknown: jaxgpt reads gpt2": {JSON: None, "tokenizer.ggml.model": "t5"},
+    "merges is missing or damaged": {JSON: None, "tokenizer.ggml.merges": ["a b c"]},
+    "token_type is missing or damaged: it must be a list of": {JSON: None, "tokenizer.ggml.token_type": [1]},
+    "scores is missing": {JSON: None, "tokenizer.ggml.model": "llama"},
 }
 
 
