@@ -197,10 +197,10 @@ def import_model(
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     tokenizer: str | None = None,
 ) -> Result:
-    """Make a run of a model of the Hub, or of our GGUF.
+    """Make a run of a model of the Hub, or of a GGUF file.
 
     Args:
-        model: a directory, an id on the Hub such as openai-community/gpt2, or a FILE.gguf that jaxgpt export wrote
+        model: a directory, an id on the Hub such as openai-community/gpt2, or a FILE.gguf
         run_dir: directory of the new run
         dtype: dtype of the parameters. None means as stored
         tokenizer: path of another tokenizer.json, or ids for none. None means the model's

@@ -40,7 +40,7 @@ COMMANDS = {
     "plan": Command("cli.commands:plan", "[EXPERIMENT]", "Compile a training step and estimate its memory and speed."),
     "sweep": Command("tools.sweep:sweep", "[EXPERIMENT]", "Search for the best learning rate, or other values."),
     "study": Command("cli.commands:study", "EXPERIMENT", "Train variants with several seeds and report which differ."),
-    "import": Command("cli.commands:import_model", "MODEL", "Make a run of a model of the Hub, or of our GGUF."),
+    "import": Command("cli.commands:import_model", "MODEL", "Make a run of a model of the Hub, or of a GGUF file."),
     "export": Command("cli.commands:export_model", "[RUN]", "Write a run as GGUF or in Hugging Face's format."),
     "replay": Command("tools.replay:replay", "[RUN]", "Repeat one training step of a run, writing nothing."),
     "audit": Command("tools.replay:audit", "[RUN]", "Check a run's numbers by taking random steps again."),

@@ -347,12 +347,13 @@ def _find_kind(number: int) -> str:
     if number in names:
         return names[number]
     gguf = _package()
+    if number not in list(gguf.GGMLQuantizationType):
+        raise UserError(f"has dtype {number} of ggml, which the gguf package does not know")
+    kind = gguf.GGMLQuantizationType(number)
     try:
-        kind = gguf.GGMLQuantizationType(number)
         gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
-    except (ValueError, NotImplementedError):
-        named = f"{kind.name}, " if number in list(gguf.GGMLQuantizationType) else ""
-        raise UserError(f"has dtype {named}{number} of ggml, which the gguf package does not read") from None
+    except NotImplementedError:
+        raise UserError(f"has dtype {kind.name} of ggml, which the gguf package does not dequantise") from None
     return kind.name
 
 
@@ -397,7 +398,7 @@ def _read_norms(tensors: Mapping[str, Tensor], exact: Any) -> dict[str, Tensor]:
     return {name: hold(part.reshape(tensors[name].shape)) for name, part in zip(names, parts, strict=True)}
 
 
-def read_config(values: Json, tensors: Mapping[str, Tensor]) -> tuple[Family, GPTConfig]:
+def read_config(values: Json, tensors: dict[str, Tensor]) -> tuple[Family, GPTConfig]:
     """Return (family, architecture) of a file. Raises `UserError` if they are unknown, or our layers do not support them."""
     name, embedding = values.get("general.architecture"), tensors.get(EMBEDDING)
     if not isinstance(name, str) or name not in ARCHITECTURES:

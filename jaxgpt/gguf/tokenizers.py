@@ -345,7 +345,7 @@ def _sentencepiece_parts(
     }
     is_spaced = fields.get(GGML + "add_space_prefix", True)
     spaces = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
-    decoders = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    decoders: list[dict[str, Any]] = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]
     if is_spaced:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     normalizer = SENTENCEPIECE[0 if is_spaced else 1][0]

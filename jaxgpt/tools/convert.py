@@ -58,9 +58,9 @@ def import_model(
     Memory holds the model and one more tensor.
 
     Args:
-        name: directory of a model in Hugging Face's format, its id on the Hub, or a FILE.gguf that `export_gguf` wrote.
+        name: directory of a model in Hugging Face's format, its id on the Hub, or a FILE.gguf.
         run_dir: the run directory, absent or empty.
-        dtype: the dtype of the parameters. None means as stored, but q8_0 becomes float32.
+        dtype: the dtype of the parameters. None means as stored, and float32 if quantised.
         tokenizer: path of another tokenizer.json, or "ids" for none. None means the model's.
 
     Raises:

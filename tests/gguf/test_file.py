@@ -64,7 +64,7 @@ DAMAGED = [
     ),
     (
         header(TENSOR, struct.pack("<IQ", 24, 0), tensors=1),
-        "a has dtype I8, 24 of ggml, which the gguf package does not",
+        "a has dtype I8 of ggml, which the gguf package does not",
     ),
     (header(TENSOR, struct.pack("<IQ", 99, 0), tensors=1), "a has dtype 99 of ggml, which the gguf package does not"),
     (header(TENSOR, struct.pack("<IQ", 0, 2**63), tensors=1), "ends before the end of a"),
