@@ -34,13 +34,14 @@ from jaxgpt import Experiment, UserError, fit
 from jaxgpt.cli.console import report_errors, say, show
 from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.config.serialize import differences
+from jaxgpt.config.words import replace_fields
 from jaxgpt.data.corpus import CORPORA
 from jaxgpt.errors import first_line
 from jaxgpt.files import read_bytes, read_json, render_json, sha256, write_whole
 from jaxgpt.runs.code import run_file
 from jaxgpt.runs.resume import CHANGEABLE
 from jaxgpt.statistics import paired_p_values
-from jaxgpt.tools.grid import read_curve, with_values
+from jaxgpt.tools.grid import read_curve
 from jaxgpt.tools.replay import audit
 
 HERE = Path(__file__).resolve().parent
@@ -78,12 +79,12 @@ def load_entry(named: str, text: str | None, steps: int) -> Experiment:
         )
     every = {"train.log_every": 1, "train.eval_every": steps + 1, "train.checkpoint_every": steps + 1}
     values = {"train.steps": steps, "train.eval_tokens": None, "train.sample_tokens": 0, "data.path": text}
-    return with_values(experiment, every | values | {"data.corpus": base.data.corpus})
+    return replace_fields(experiment, every | values | {"data.corpus": base.data.corpus})
 
 
 def train(experiment: Experiment, directory: Path, seed: int) -> dict[str, Any]:
     """Train a seed, or read it if it is complete. Return {"seed", "val_loss" after the last step, "seconds"}."""
-    fit(with_values(experiment, {"train.seed": seed}), directory / str(seed), progress=False, extend=False)
+    fit(replace_fields(experiment, {"train.seed": seed}), directory / str(seed), progress=False, extend=False)
     curve = read_curve(directory / str(seed), experiment)
     return {"seed": seed, "val_loss": curve.losses[-1], "seconds": curve.seconds[-1]}
 

@@ -24,18 +24,20 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import numpy as np
-import tyro
 
 from jaxgpt import GPT, Experiment, UserError, configure_jax, fit
+from jaxgpt.cli.console import report_errors, say
 from jaxgpt.cli.experiment_file import load_experiment
+from jaxgpt.cli.options import parse
 from jaxgpt.config.serialize import differences, from_dict, to_dict
+from jaxgpt.config.validate import PositiveFloat
 from jaxgpt.data.dataset import open_data
 from jaxgpt.errors import Preempted
-from jaxgpt.files import json_sha256, read_json, render_json, write_whole
+from jaxgpt.files import Result, json_sha256, read_json, render_json, write_whole
 from jaxgpt.parallel.device import train_flops_per_token
 from jaxgpt.runs.code import find_class_in
 from jaxgpt.statistics import CONFIDENCE
@@ -715,34 +717,31 @@ def plot_scaling(found: dict[str, Any], law: Law, path: Path, title: str) -> Non
     figure.savefig(path, dpi=130)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line. Exit status 2: the user's mistake, in a line; 1: interrupted."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    named = words.pop(0) if words and not words[0].startswith("-") else "quickstart"
+def scale(*, minutes: PositiveFloat = 30.0, run_dir: str | None = None, experiment: Experiment) -> Result:
+    """Fit a scaling law to small runs, and test what it predicts of a larger one.
+
+    Args:
+        minutes: training time of all runs together
+        run_dir: directory of the runs, resumed if it exists. None means runs/scale/NAME
+    """
+    configure_jax()
+    place = Path(run_dir or f"runs/scale/{experiment.name}")
     try:
-        given = load_experiment(named)
-
-        def scale(
-            minutes: float = 30.0,
-            run_dir: str | None = None,
-            json: bool = False,
-            experiment: Annotated[Experiment, tyro.conf.arg(name="")] = given,
-        ) -> tuple[Experiment, float, str | None, bool]:
-            return experiment, minutes, run_dir, json
-
-        experiment, minutes, run_dir, json = tyro.cli(scale, args=words, description=__doc__)
-        if not minutes > 0:
-            raise UserError(f"--minutes {minutes:g}: needs more than 0")
-        configure_jax()
-        place = Path(run_dir or f"runs/scale/{experiment.name}")
-        found = run_scale(experiment, place, minutes=minutes, say=lambda text: print(text, file=sys.stderr, flush=True))
-    except UserError as e:
-        print(f"{Path(__file__).name}: {e}", file=sys.stderr)
-        raise SystemExit(2) from None
+        found = run_scale(experiment, place, minutes=minutes, say=say)
     except Preempted as e:
-        print(f"{str(e).partition(' To continue')[0]} Run the same command to resume.", file=sys.stderr)
-        raise SystemExit(1) from None
-    print(render_json(found) if json else format_scale(found))
+        raise Preempted(f"{str(e).partition(' To continue')[0]} Run the same command to resume.") from None
+    return Result(found, format_scale(found))
+
+
+def main() -> None:
+    """Run the command line. Exit status 2: the user's mistake, in a line; 1: interrupted."""
+    words = sys.argv[1:]
+    named = words.pop(0) if words and not words[0].startswith("-") else "quickstart"
+    with report_errors():
+        example = "python experiments/scaling_laws.py quickstart --minutes 30"
+        parse(
+            scale, words, "scaling_laws.py", operand="[EXPERIMENT]", example=example, experiment=load_experiment(named)
+        )()
 
 
 if __name__ == "__main__":

@@ -121,18 +121,19 @@ STARTS = [
 VERBS = [
     ("trian", "unknown command 'trian' (did you mean train?)"),
     ("\udcff", "unknown command"),
+    ("scale", "python experiments/scaling_laws.py"),
 ]
 
 OVER = ["--over", "optim.learning-rate=1e-4..1e-1"]
 # Of every command: options that do not exist, want a value, or have two.
 OPTIONS = [
-    (["train", "--model.n-layr", "3"], "--model.n-layr, 3 Did you mean --model.n-layer?"),
+    (["train", "--model.n-layr", "3"], "no option --model.n-layr (did you mean --model.n-layer?)"),
     (["serve", "a", "b"], "give one at a time: got b as well"),
-    (["train", "--model.n-layer"], "Missing value for argument '--model.n-layer'"),
-    (["train", "--epochs", "3"], "Did you mean --train.steps?"),
-    (["train", "--device", "cpu"], "Did you mean JAX_PLATFORMS=cpu?"),
-    (["sample", "--lr", "1"], "Unrecognized options: --lr, 1. See jaxgpt sample --help"),
-    (["train", "--train.steps", "1e3"], "--train.steps: '1e3' is not a whole number, such as 1000"),
+    (["train", "--model.n-layer"], "--model.n-layer: expected 1 argument"),
+    (["train", "--epochs", "3"], "(did you mean --train.steps?)"),
+    (["train", "--device", "cpu"], "(did you mean JAX_PLATFORMS=cpu?)"),
+    (["sample", "--lr", "1"], "there is no option --lr. See jaxgpt sample --help"),
+    (["train", "--train.steps", "1e-3"], "--train.steps='1e-3': needs a whole number"),
     (["train", "--run-dir", ""], "run_dir is empty"),
     (["train", "quickstart", "shakespeare"], "shakespeare"),
     (["train", "--model.bias", "maybe"], "maybe"),
@@ -187,7 +188,7 @@ SAMPLING = [
     (["--max-new-tokens", "0"], "--max-new-tokens=0: needs at least 1"),
     (["--temperature", "-1"], "temperature=-1.0"),
     (["--stop="], "a stop string is empty"),
-    (["--draft", "nowhere"], "Did you mean python experiments/speculative.py RUN DRAFT?"),
+    (["--draft", "nowhere"], "(did you mean python experiments/speculative.py RUN DRAFT?)"),
 ]
 
 PROMPTS = [

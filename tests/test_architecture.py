@@ -64,7 +64,6 @@ HOMES = {
     "safetensors": ["hf.weights"],
     "gguf": ["gguf.file"],
     "huggingface_hub": ["hf.source", "hf.weights"],
-    "tyro": ["cli.options"],
     "rich": ["runs.log", "tools.overview", "tools.prepare"],
     "starlette": ["serve.app", "serve.responses", "serve.server"],
     "uvicorn": ["serve.server"],

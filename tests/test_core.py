@@ -47,7 +47,7 @@ while len(tokens) < len(text):
 print(bytes(tokens).decode())
 """
 PACKAGES = (
-    *("orbax", "tyro", "rich", "matplotlib", "tokenizers", "jinja2", "filelock", "safetensors"),
+    *("orbax", "rich", "matplotlib", "tokenizers", "jinja2", "filelock", "safetensors"),
     *("huggingface_hub", "transformers", "torch"),
 )
 

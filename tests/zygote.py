@@ -5,10 +5,8 @@
 been started. What is read at import (JAX_PLATFORMS, PYTHONIOENCODING) needs a fresh process: see `fresh`.
 """
 
-import contextlib
 import gc
 import importlib
-import io
 import json
 import os
 import signal
@@ -114,12 +112,8 @@ def _serve(request: dict) -> dict:
 
 
 def main() -> None:
-    for name in ("__main__", "training", "run", "tools.plan.plan", "data"):
+    for name in ("__main__", "training", "run", "tools.plan.plan", "data", "cli.train", "cli.sample", "cli.commands"):
         importlib.import_module(f"jaxgpt.{name}")
-    with contextlib.redirect_stderr(io.StringIO()):
-        for verb in ("train", "sample", "evaluate", "plan"):
-            with contextlib.suppress(SystemExit):
-                importlib.import_module("jaxgpt.__main__").main([verb, "--nonsense"])  # tyro reads our sources once
     gc.disable()
     gc.freeze()
     for line in sys.stdin:

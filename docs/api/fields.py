@@ -8,7 +8,8 @@ import types
 from typing import Annotated, Literal, Union, get_args, get_origin, is_typeddict
 
 from jax.typing import DTypeLike
-from tyro._docstrings import get_field_docstring  # what `--help` reads: the comments of fields
+
+from jaxgpt.config.words import field_comments  # what `--help` reads
 
 BOUNDS = {"ge": "from {}", "gt": "above {}", "le": "to {}", "lt": "below {}"}
 
@@ -74,9 +75,7 @@ def find_fields(cls):
 def find_meaning(cls, name):
     """Return what the comment of a field says, as `--help` does, in RST; without one, what the class of its value says."""
     hint = find_hint(cls, name)
-    meaning = get_field_docstring(cls, name, ()) or (
-        inspect.isclass(hint) and hint.__module__ != "builtins" and hint.__doc__
-    )
+    meaning = field_comments(cls)[name] or (inspect.isclass(hint) and hint.__module__ != "builtins" and hint.__doc__)
     parts = re.split(r"(`[^`]*`)", (meaning or "").partition("\n\n")[0])
     text = "".join(part if n % 2 else re.sub(r"([\\*|_])", r"\\\1", part) for n, part in enumerate(parts))
     text = re.sub(r"--[\w.-]*\w", r"``\g<0>``", text)

@@ -64,6 +64,15 @@ EXAMPLES = {
     "audit": "runs/mine --steps 100",
 }
 
+# Commands of earlier versions, by what does their work now.
+MOVED = {
+    "scale": "python experiments/scaling_laws.py",
+    "track": "python experiments/track.py",
+    "records": "python experiments/records.py",
+    "import-hf": "jaxgpt import",
+    "export-hf": "jaxgpt export --to hf",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command `jaxgpt`. The exit status is 0 for success, 2 for the user's mistake, with a line or two, and 1 for anything else."""
@@ -82,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def bind_command(name: str, *options: str) -> Callable[[], None]:
     """Return the command of that name with its options bound."""
     if name not in COMMANDS:
-        raise UserError(f"unknown command {name!r}{suggest(name, COMMANDS)}: see jaxgpt --help")
+        meant = f" (it is {MOVED[name]} now)" if name in MOVED else suggest(name, COMMANDS)
+        raise UserError(f"unknown command {name!r}{meant}: see jaxgpt --help")
     import_jax()
     from jaxgpt.cli.experiment_file import choose_experiment
     from jaxgpt.cli.options import parse

@@ -1,60 +1,82 @@
-"""Options of the command line: tyro makes them from a function's signature, and their help from its docstring."""
+"""Options of the command line: argparse reads words, a signature lists the options, and its docstring explains them."""
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import dataclasses
 import functools
 import inspect
-import io
 import itertools
-import os
 import re
 import shutil
-import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
-
-import tyro
-from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, UseAppendAction, arg
+from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
 from jaxgpt.cli.console import print_result, say, show
-from jaxgpt.config.validate import check_value
+from jaxgpt.config.serialize import suggest
+from jaxgpt.config.validate import field_hints
+from jaxgpt.config.words import field_comments, parse_value, plain_types, replace_fields
 from jaxgpt.errors import UserError
-from jaxgpt.experiment import Experiment
 
 # The options that `--help` leaves out: these, and those fields of an experiment that are not in COMMON.
-RARE = """h name average extend cache-dtype min-p repetition-penalty frequency-penalty presence-penalty
+RARE = """name average extend cache-dtype min-p repetition-penalty frequency-penalty presence-penalty
     logit-bias""".split()
 COMMON = """model.n-layer model.n-head model.n-embd model.block-size data.path data.corpus data.tokenizer
     optim.learning-rate train.steps train.batch-size train.seed train.init-from lora.rank""".split()
-MEANT = r"(?:\. None means|, by default) (.*) \(default: None\)$"
-PARTS = {p.name: getattr(p.default_factory, "__dataclass_fields__", ()) for p in dataclasses.fields(Experiment)}
-FIELDS = {f"{part}.{name}".replace("_", "-") for part, names in PARTS.items() for name in names}
-# Words for options that are not their names, by what users of other programs write. A field's own name is one.
-WORDS = {name.rpartition(".")[2]: f"--{name}" for name in sorted(FIELDS)}
-WORDS |= {"lr": "--optim.learning-rate", "epochs": "--train.steps", "max-steps": "--train.steps"}
-WORDS |= {"data": "--data.path", "optimizer": "--optim.name", "device": "JAX_PLATFORMS=cpu"}
-# Options of commands without an experiment, by what does their work now.
-MOVED = {"draft": "python experiments/speculative.py RUN DRAFT"}
+# What users of other programs write, by the last part of the name of the option that does it here.
+WORDS = {"lr": "learning-rate", "epochs": "steps", "max-steps": "steps", "data": "path", "optimizer": "name"}
+# Options that no command has, by what does their work.
+MOVED = {"device": "JAX_PLATFORMS=cpu", "draft": "python experiments/speculative.py RUN DRAFT"}
 # Help of what means the same in every command, unless its docstring has another.
 HELP = {
     "run": "run directory. None means the newest under runs/",
     "average": "average this many checkpoints, the newest that train.keep_last kept. None means the best checkpoint",
-    "weights": "dtype of the matrices. bfloat16 and int8 take a half and a quarter of float32's memory. None means the model's",
+    "weights": "dtype of the matrices. bfloat16 and int8 take a half and a quarter of float32's memory. "
+    "None means the model's",
     "cache_dtype": "dtype of keys and values. None means the model's",
     "force": "overwrite files that exist",
     "json": "print JSON instead of text",
-    "experiment": "its fields are options too",
 }
+REQUIRED = inspect.Parameter.empty
+VALUES = {int: "INT", float: "FLOAT", str: "STR", bool: "BOOL"}  # what stands for a value
+MEANT = re.compile(r"(?:\. None means|, by default) (.*)$")  # the end of a meaning, if the default is None
+
+
+class Option(NamedTuple):
+    """An argument of a command, or a field of a configuration that is one."""
+
+    path: str  # the argument, and the field in it: experiment.model.n_layer
+    name: str  # as it is typed: --model.n-layer. That of an operand is in capitals: [RUN]
+    hint: Any
+    default: Any  # REQUIRED if there is none
+    meaning: str
+    repeats: bool = False  # each time that it is given adds a value
+
+    @property
+    def is_operand(self) -> bool:
+        """Return whether it is given without its name."""
+        return not self.name.startswith("--")
+
+    @property
+    def items(self) -> tuple[Any, ...] | None:
+        """The types of its values if it has several, with ... for any number of them, else None."""
+        return next((get_args(kind) for kind in (self.hint, *get_args(self.hint)) if get_origin(kind) is tuple), None)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises `UserError`."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error."""
+        raise UserError(f"{message.removeprefix('argument ')}. See {self.prog} --help")
 
 
 def parse(
-    command: Callable[..., Any], argv: list[str], prog: str, *, operand: str = "", example: str, **defaults: Any
+    command: Callable[..., Any], argv: Sequence[str], prog: str, *, operand: str = "", example: str, **defaults: Any
 ) -> Callable[[], None]:
-    """Return a function that runs a command with its options. Turn tyro's framed messages into one line of a `UserError`.
+    """Return a function that runs a command with its options. Raises `UserError`, or `SystemExit` once help is printed.
 
     A command is a function with annotations. Its first argument is an operand unless it is keyword-only, callables are
     no options, and `say` prints a line. What it returns is printed, as JSON with the option --json.
@@ -62,63 +84,24 @@ def parse(
     operand: what the usage line shows before the options. example: a command line for the help.
     defaults: override those in the signature.
     """
-    argv = _join_mixture(argv)
-    signature, doc = inspect.signature(command, eval_str=True), getattr(command, "func", command).__doc__
-    text, _, documented = inspect.cleandoc(doc or "").partition("Args:")
+    signature = inspect.signature(command, eval_str=True)
+    doc = inspect.cleandoc(getattr(command, "func", command).__doc__ or "")
     parameters = [p for p in signature.parameters.values() if "Callable" not in str(p.annotation)]
+    parameters = [p.replace(default=defaults.get(p.name, p.default)) for p in parameters]
     if signature.return_annotation is not None and "json" not in signature.parameters:
         parameters.append(inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool))
-    shown = []
-    for p in parameters:
-        hint, default = p.annotation, defaults.get(p.name, p.default)
-        if Path in get_args(hint):
-            hint, default = str | None, None  # from Python, a Path will do
-        if hint == tuple[str, ...] and p.kind is inspect.Parameter.KEYWORD_ONLY:
-            hint = UseAppendAction[hint]
-        elif hint is Experiment:
-            hint = Annotated[hint, arg(name="")]
-        elif dataclasses.is_dataclass(hint):
-            hint = OmitArgPrefixes[hint]
-        elif p.name.startswith("no_"):
-            hint = FlagCreatePairsOff[hint]
-        if p.name in HELP and f"    {p.name}: " not in documented:
-            hint = Annotated[hint, arg(help=HELP[p.name])]
-        if p is parameters[0] and p.kind is not inspect.Parameter.KEYWORD_ONLY:
-            hint = Positional[hint]
-        shown.append(p.replace(annotation=hint, default=default, kind=inspect.Parameter.KEYWORD_ONLY))
-
-    def bind(**values: Any) -> dict[str, Any]:
-        return values
-
-    vars(bind)["__signature__"] = signature.replace(parameters=shown)
-    bind.__annotations__ = {p.name: p.annotation for p in shown}
-    bind.__doc__ = doc
+    options = [option for p in parameters for option in list_options(p, p is parameters[0], find_meanings(doc))]
     words = set(itertools.takewhile(lambda word: word != "--", argv))
-    is_brief = "--help-all" not in words and not words.isdisjoint(("-h", "--help"))
-    framed, printed, width = io.StringIO(), io.StringIO(), shutil.get_terminal_size().columns
-    if is_brief:
-        os.environ["COLUMNS"] = "80"  # with more, tyro prints two boxes in a row
-    try:
-        with contextlib.redirect_stderr(framed), contextlib.redirect_stdout(printed if is_brief else sys.stdout):
-            values: dict[str, Any] = tyro.cli(
-                bind,
-                args=["--help"] if is_brief or "--help-all" in words else argv,
-                prog=f"{prog} {operand}".rstrip(),
-                description=f"{text.rstrip()}\n\nexample: {example}",
-                config=[tyro.conf.PositionalMetavarFromFieldName],
-            )
-    except SystemExit as e:
-        if e.code in (0, None):
-            if is_brief:
-                os.environ["COLUMNS"] = str(width)
-                show(_shorten_help(printed.getvalue(), text, example, prog, operand))
-            raise
-        words = WORDS if any(p.annotation is Experiment for p in parameters) else MOVED
-        raise UserError(_one_line(framed.getvalue(), prog, words)) from None
+    if not words.isdisjoint(("-h", "--help", "--help-all")):
+        show(render_help(options, doc.partition("Args:")[0], prog, operand, example, "--help-all" in words))
+        raise SystemExit(0)
+    given = read_values(options, list(argv), prog)
+    values = {p.name: given.get(p.name, p.default) for p in parameters}
     for p in parameters:
-        if values[p.name] == "" and p.name != "prompt":
-            raise UserError(f"{p.name} is empty: name one, or leave it out. See {prog} --help")
-        check_value(f"--{p.name.replace('_', '-')}", values[p.name], p.annotation)
+        if dataclasses.is_dataclass(p.default):
+            start = f"{p.name}."
+            fields = {path.removeprefix(start): value for path, value in given.items() if path.startswith(start)}
+            values[p.name] = replace_fields(p.default, fields)
     as_json = values.get("json", False) if "json" in signature.parameters else values.pop("json", False)
     if "say" in signature.parameters:
         values["say"] = say
@@ -129,7 +112,102 @@ def parse(
     return functools.partial(run, **values)
 
 
-def _join_mixture(argv: list[str]) -> list[str]:
+def list_options(p: inspect.Parameter, is_first: bool, meanings: dict[str, str]) -> Iterator[Option]:
+    """Yield the option of a parameter, or an option for each field if it is a configuration."""
+    if dataclasses.is_dataclass(p.annotation):
+        yield from list_fields(p.default, p.name, "--")
+        return
+    has_path = Path in get_args(p.annotation)  # from Python, a Path will do
+    hint, default = (str | None, None) if has_path else (p.annotation, p.default)
+    meaning = meanings.get(p.name, HELP.get(p.name, ""))
+    if is_first and p.kind is not inspect.Parameter.KEYWORD_ONLY:
+        name = p.name.upper() + "..." * (get_origin(hint) is tuple)
+        yield Option(p.name, name if default is REQUIRED else f"[{name}]", hint, default, meaning)
+    else:
+        yield Option(p.name, f"--{p.name.replace('_', '-')}", hint, default, meaning, get_origin(hint) is tuple)
+
+
+def list_fields(config: Any, path: str, prefix: str) -> Iterator[Option]:
+    """Yield an option for each field of a configuration, and of those in it. prefix: --model., which begins a name."""
+    meanings = field_comments(type(config))
+    for field, hint in field_hints(type(config)).items():
+        value, name = getattr(config, field), f"{prefix}{field.replace('_', '-')}"
+        if dataclasses.is_dataclass(value):
+            yield from list_fields(value, f"{path}.{field}", f"{name}.")
+        else:
+            yield Option(f"{path}.{field}", name, hint, value, meanings[field])
+
+
+def find_meanings(doc: str) -> dict[str, str]:
+    """Return what a docstring says of each argument."""
+    _, _, listed = doc.partition("Args:\n")
+    return {name: " ".join(text.split()) for name, text in re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", listed, re.M)}
+
+
+def read_values(options: Sequence[Option], argv: list[str], prog: str) -> dict[str, Any]:
+    """Return the values that words give to options, by their paths. Raises `UserError`."""
+    parser = Parser(prog, allow_abbrev=False, add_help=False)
+    for option in options:
+        if not option.is_operand:
+            add_option(parser, option, help="")
+    end = argv.index("--") if "--" in argv else len(argv)
+    words = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), word) for word in argv[:end]]
+    found, rest = parser.parse_known_args(join_mixture(words))
+    if unknown := next((word.partition("=")[0] for word in rest if word.startswith("-")), None):
+        parser.error(f"there is no option {unknown}{suggest_option(unknown, options)}")
+    operands, values = rest + argv[end + 1 :], {}
+    for option in options:
+        if not option.is_operand:
+            given = vars(found).get(option.path)
+        else:
+            given, operands = (operands or None, []) if option.items else (operands[:1] or None, operands[1:])
+        if given is None and option.default is REQUIRED:
+            parser.error(f"{option.name} is needed: {option.meaning}")
+        if given == [""] and "." not in option.path and option.path != "prompt":
+            parser.error(f"{option.path} is empty: name one, or leave it out")
+        if given is not None:
+            values[option.path] = given if isinstance(given, bool) else parse_words(option, given)
+    if operands:
+        parser.error(f"give one at a time: got {operands[0]} as well")
+    return values
+
+
+def add_option(parser: argparse._ActionsContainer, option: Option, help: str) -> None:
+    """Let a parser read an option, and a flag's negation: --fresh, --no-fresh, --model.no-bias."""
+    every: dict[str, Any] = {"dest": option.path, "default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
+    if option.hint is bool:
+        section, dot, last = option.name[2:].rpartition(".")
+        parser.add_argument(option.name, action="store_true", **every)
+        if not last.startswith("no-"):
+            parser.add_argument(
+                f"--{section}{dot}no-{last}", action="store_false", **every | {"help": argparse.SUPPRESS}
+            )
+        return
+    many = "*" if option.items and not option.repeats else 1
+    action = "extend" if option.repeats else "store"
+    parser.add_argument(option.name, nargs=many, action=action, metavar=show_value(option.hint), **every)
+
+
+def parse_words(option: Option, words: list[str]) -> Any:
+    """Return the value that words give to an option. Those of tuples in a tuple are in a row: 5 1.0 7 -2."""
+    if option.items is None or words == ["None"]:
+        return parse_value(option.name, words[0], option.hint)
+    each = [hint for hint in option.items if hint is not ...]
+    inner = get_args(each[0]) if get_origin(each[0]) is tuple else ()
+    hints = itertools.cycle(inner or each)
+    found = tuple(parse_value(option.name, word, hint) for word, hint in zip(words, hints, strict=False))
+    return tuple(itertools.zip_longest(*[iter(found)] * len(inner))) if inner else found
+
+
+def suggest_option(word: str, options: Sequence[Option]) -> str:
+    """Return a question that names the option that may be meant, or what does its work."""
+    fields = {option.name.rpartition(".")[2]: option.name for option in options if "." in option.name}
+    word = word.lstrip("-").replace("_", "-")
+    meant = MOVED.get(word) or fields.get(WORDS.get(word, word))
+    return f" (did you mean {meant}?)" if meant else suggest(f"--{word}", [option.name for option in options])
+
+
+def join_mixture(argv: list[str]) -> list[str]:
     """Join the words of `--data.path a:0.7 b:0.3` by commas, as `DataConfig.path` has them."""
     joined: list[str] = []
     for word in argv:
@@ -140,39 +218,55 @@ def _join_mixture(argv: list[str]) -> list[str]:
     return joined
 
 
-def _shorten_help(printed: str, text: str, example: str, prog: str, operand: str) -> str:
-    """Return a page of help from tyro's: the common options, and for a default of None what its text says of it."""
-    hidden = FIELDS - set(COMMON)
-    rows = {}
-    for option in re.findall(r"^  ((?:--?[a-z]|\[?[A-Z]+\]? ).*(?:\n   .*)*)", printed, flags=re.MULTILINE):
-        names, *words = re.split(r"\s{2,}", option.strip())
-        if re.split("[ ,]", names)[0].lstrip("-") not in {*RARE, *hidden}:
-            explained = re.sub(MEANT, r" (default: \1)", " ".join(words))
-            explained = re.sub(r" \([^()]*arXiv:[\d.]+\)| \(default: ''\)$| \(default: \)$", "", explained)
-            names = names.split(",")[0] if explained.endswith("(default: False)") else names
-            rows["  " + re.sub(r"\{None\}\||None,", "", names)] = explained.removesuffix(" (default: False)")
-    wrap = functools.partial(textwrap.wrap, width=min(100, shutil.get_terminal_size().columns), break_on_hyphens=False)
-    operand = operand or next((name.strip() for name in rows if "-" not in name), "")
+def render_help(options: Sequence[Option], text: str, prog: str, operand: str, example: str, is_complete: bool) -> str:
+    """Return a page of help: the common options, or all of them, in a group for each part of an experiment."""
+    width = min(100, shutil.get_terminal_size().columns)
+    hidden = {option.name for option in options if option.path.count(".") > 1} - {f"--{name}" for name in COMMON}
+    hidden = set() if is_complete else hidden | {f"--{name}" for name in RARE}
     purpose, *more = text.strip().split("\n", 1)
-    lines = [f"usage: {prog} {operand} [OPTIONS]".replace("  ", " "), "", purpose, "", f"example: {example}", ""]
-    lines += [*wrap(more[0].strip()), "", "options:"] if more else ["options:"]
-    indent = min(32, 2 + max(map(len, rows)))
-    for names, explained in rows.items():
-        *above, head = [names, ""] if len(names) > indent - 2 else [names]
-        lines += [*above, *wrap(explained, initial_indent=head.ljust(indent), subsequent_indent=" " * indent)]
-    return "\n".join((*lines, "", f"All options: {prog} --help-all"))
+    parser = Parser(
+        usage=" ".join([prog, *filter(None, [operand or options[0].name * options[0].is_operand]), "[OPTIONS]"]),
+        description="\n\n".join(
+            [purpose, f"example: {example}", *(textwrap.fill(" ".join(x.split()), width) for x in more)]
+        ),
+        epilog="--no-NAME switches a flag off." if is_complete else f"All options: {prog} --help-all",
+        formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=32, width=width),
+        add_help=False,
+    )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for option in options:
+        section = option.name.lstrip("-").rpartition(".")[0] if is_complete else ""
+        if option.name not in hidden:
+            if section not in groups:
+                groups[section] = parser.add_argument_group(f"{section} options".lstrip())
+            meaning = show_meaning(option, is_complete)
+            if not option.is_operand:
+                add_option(groups[section], option, meaning)
+            else:
+                groups[section].add_argument(option.name, help=meaning.replace("%", "%%"))
+    return parser.format_help().rstrip()
 
 
-def _one_line(framed: str, prog: str, other_words: dict[str, str]) -> str:
-    """Return the text of one of tyro's boxes, without frame, repeated help or pointer to the help."""
-    words = [re.sub(r"^[│\s]+|[│\s]+$", "", line) for line in framed.splitlines() if not re.match(r"^[╭╰]", line)]
-    text = " ".join(w for w in words if w and not set(w) <= set("─"))
-    text = re.split(r"For full helptext|Argument helptext:", text)[0].strip()
-    text = re.sub(r"^Unrecognized options: (?!-|.*, -)(.*)", r"give one at a time: got \1 as well", text)
-    text = re.sub(r"invalid literal for int\(\) with base 10: ('.*')", r"\1 is not a whole number, such as 1000", text)
-    text, _, meant = text.partition(" Perhaps you meant: ")
-    word = "".join(re.findall(r"^Unrecognized options: -+([\w-]+)", text)).replace("_", "-")
-    meant = other_words.get(word, re.split("[ ,]", meant)[0])
-    text += f" Did you mean {meant}?" if meant else ""
-    text = re.sub(r"^Error parsing (\S+): ", lambda m: "" if not m[1].startswith("-") else f"{m[1]}: ", text)
-    return f"{text if text.endswith('?') else text.rstrip('.') + '.'} See {prog} --help"
+def show_value(hint: Any) -> str | tuple[str, ...]:
+    """Return what stands for a value of this type in the help."""
+    kinds = [hint, *get_args(hint)]
+    if items := next((get_args(kind) for kind in kinds if get_origin(kind) is tuple), None):
+        hint = items[0]
+    if choices := next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), None):
+        return f"{{{','.join(choices)}}}"
+    plain = plain_types(hint)
+    return next((shown for kind, shown in VALUES.items() if kind in plain), "VALUE")
+
+
+def show_meaning(option: Option, is_complete: bool) -> str:
+    """Return what an option means, and its default."""
+    meaning, default = option.meaning, option.default
+    if not is_complete:
+        meaning = re.sub(r" \([^()]*arXiv:[\d.]+\)", "", meaning)
+        if default is None and (implied := MEANT.search(meaning)):
+            meaning, default = meaning[: implied.start()], implied[1]
+    if default is REQUIRED:
+        return f"{meaning} (required)"
+    if default in ("", ()) or (default is False and not is_complete):
+        return meaning
+    return f"{meaning} (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"

@@ -7,7 +7,7 @@ diverged keeps the reason in `diverged.txt` and is not tried again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +79,6 @@ def read_curve(directory: Path, experiment: Experiment) -> Curve:
     at = [step for step, _ in validated]
     seconds = np.interp(at, [0.0, *steps], [0.0, *elapsed]).tolist()
     return Curve(tokens=[step * per_step for step in at], seconds=seconds, losses=[loss for _, loss in validated])
-
-
-def with_values(experiment: Experiment, point: Mapping[str, Any]) -> Experiment:
-    """Return the experiment with other values of some fields: `{"optim.learning_rate": 1e-3}`."""
-    changed: dict[str, dict[str, Any]] = {}
-    for field, value in point.items():
-        section, _, name = field.partition(".")
-        changed.setdefault(section, {})[name] = value
-    sections = {part: dataclasses.replace(getattr(experiment, part), **values) for part, values in changed.items()}
-    return dataclasses.replace(experiment, **sections)
 
 
 def format_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxgpt.config.serialize import differences
 from jaxgpt.config.validate import check_count, short, short_repr
+from jaxgpt.config.words import replace_fields
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import open_whole, render_json, write_whole
@@ -22,7 +23,7 @@ from jaxgpt.runs.directory import is_run, read_metadata
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import describe_data_changes
 from jaxgpt.statistics import CONFIDENCE, count_pairs_needed, holm_levels, mean_interval, paired_p_values
-from jaxgpt.tools.grid import Curve, format_table, train_grid, with_values
+from jaxgpt.tools.grid import Curve, format_table, train_grid
 from jaxgpt.training import fit
 
 STUDY, PLOT = "study.json", "study.png"  # the result and its figure, next to the directories of the variants
@@ -132,7 +133,7 @@ def run_study(
     grid = [
         (
             f"seed {seed}, {name}",
-            with_values(experiment, {"train.seed": seed, "train.sample_tokens": 0}),
+            replace_fields(experiment, {"train.seed": seed, "train.sample_tokens": 0}),
             directory / slug(name) / f"seed-{seed}",
         )
         for seed in range(seeds)

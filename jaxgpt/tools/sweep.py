@@ -20,14 +20,14 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxgpt.config.serialize import differences, from_dict, suggest, to_dict
-from jaxgpt.config.validate import Count, NonNegativeInt, check_value, field_hints, short, short_repr
+from jaxgpt.config.validate import Count, NonNegativeInt, field_hints, short, short_repr
+from jaxgpt.config.words import parse_value, plain_types, replace_fields
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import is_there, read_json, render_json, write_whole
@@ -35,7 +35,7 @@ from jaxgpt.runs.code import find_class_in
 from jaxgpt.runs.directory import RUNS
 from jaxgpt.runs.resume import CHANGEABLE
 from jaxgpt.statistics import mean_interval
-from jaxgpt.tools.grid import format_table, train_grid, with_values
+from jaxgpt.tools.grid import format_table, train_grid
 from jaxgpt.training import fit
 
 SWEEP = "sweep.json"  # the definition and, later, the result
@@ -94,7 +94,7 @@ def parse_axis(text: str, experiment: Experiment | None = None) -> Axis:
             raise UserError("give FIELD=LOW..HIGH or FIELD=A,B,C, such as optim.learning-rate=1e-4..1e-1")
         if field not in hints:
             raise UserError(f"there is no field {short(field)}{suggest(field, hints)}. See jaxgpt train --help-all")
-        kinds = _kinds(hints[field])
+        kinds = set(plain_types(hints[field]))
         if field.split(".")[0] not in VARIABLE or field in FIXED or tuple in kinds:
             raise UserError(
                 f"{field} cannot vary: it changes the data, the tokens or the steps of a run, does not decide its loss, "
@@ -102,7 +102,7 @@ def parse_axis(text: str, experiment: Experiment | None = None) -> Axis:
             )
         is_range = ".." in values and not kinds.isdisjoint((int, float))
         words = values.split("..", 1) if is_range else values.split(",")
-        found = tuple(check_value(field, _parse_word(word.strip(), kinds), hints[field]) for word in words)
+        found = tuple(parse_value(field, word.strip(), hints[field]) for word in words)
         if is_range and (None in found or not found[0] < found[1]):
             raise UserError("give LOW below HIGH")
         if not is_range and len(set(found)) < max(2, len(found)):
@@ -110,31 +110,6 @@ def parse_axis(text: str, experiment: Experiment | None = None) -> Axis:
     except UserError as e:
         raise UserError(f"--over {text}: {e}") from None
     return Axis(field=field, low=found[0], high=found[1]) if is_range else Axis(field=field, choices=found)
-
-
-def _kinds(hint: Any) -> set[type]:
-    """Return the plain types that an annotation allows."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return _kinds(arguments[0])
-    if origin in (Union, UnionType):
-        return set().union(*map(_kinds, arguments))
-    return {str} if origin is Literal else {origin or hint}
-
-
-def _parse_word(word: str, kinds: set[type]) -> Any:
-    """Return the value that a word means. If it means none, return the word itself, for `check_value` to refuse."""
-    if word == "None" and NoneType in kinds:
-        return None
-    if bool in kinds:
-        return {"true": True, "false": False}.get(word.lower(), word)
-    try:
-        number = float(word)
-    except ValueError:
-        return word
-    if float in kinds:
-        return number
-    return int(number) if int in kinds and number.is_integer() else word
 
 
 def draw_points(axes: Sequence[Axis], trials: int, seed: int) -> list[dict[str, Any]]:
@@ -292,7 +267,7 @@ def sweep(
     planned: dict[tuple[int, int, int], Experiment] = {}  # by trial, steps and seed. All are made before the first run
     for trial in all_trials:
         try:
-            full = with_values(experiment, trial.point)
+            full = replace_fields(experiment, trial.point)
             planned |= {(trial.trial, r.steps, x): shorten(full, r.steps, x) for r in rounds for x in r.seeds}
         except UserError as e:
             raise UserError(f"{trial}: {e}") from None
@@ -334,7 +309,7 @@ def shorten(experiment: Experiment, steps: int, seed: int) -> Experiment:
     if warmup is not None:
         warmup = -(-warmup * steps // experiment.train.steps)
     point = {"optim.warmup_steps": warmup, "train.steps": steps, "train.seed": seed, "train.sample_tokens": 0}
-    return with_values(experiment, point)
+    return replace_fields(experiment, point)
 
 
 def _check_or_write(definition: dict[str, Any], experiment: Experiment, directory: Path) -> None:

@@ -10,7 +10,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from jaxgpt.cli.options import _join_mixture
+from jaxgpt.cli.options import join_mixture
 from jaxgpt.data.dataset import DataConfig, open_data
 from jaxgpt.data.mixture import Mixture, assign_rows, read_mixture
 from jaxgpt.data.pipeline import Tokens, training_batches, validation_batches
@@ -176,7 +176,7 @@ def test_recorded_sources_of_a_wrong_kind_are_one_line(texts, damage):
 
 def test_a_mixture_is_spelled_in_words_in_a_string_and_in_a_file(tmp_path):
     argv = ["--data.path", "a:0.7", "gs://b/c:0.3", "--train.seed", "1"]
-    assert _join_mixture(argv) == ["--data.path", "a:0.7,gs://b/c:0.3", "--train.seed", "1"]
+    assert join_mixture(argv) == ["--data.path", "a:0.7,gs://b/c:0.3", "--train.seed", "1"]
     assert read_mixture("a:0.7,gs://b/c:0.3") == {"a": 0.7, "gs://b/c": 0.3}
     file = tmp_path / "my-mixture.json"
     file.write_text(json.dumps({"a": 0.7, "gs://b/c": 0.3}))

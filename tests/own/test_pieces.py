@@ -15,13 +15,13 @@ import pytest
 import jaxgpt
 from jaxgpt import interventions, plain_generate
 from jaxgpt.cli.experiment_file import load_file, load_variants
+from jaxgpt.config.words import replace_fields
 from jaxgpt.errors import UserError
 from jaxgpt.lora import LoraConfig
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.tools.convert import export_gguf, export_hf
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
-from jaxgpt.tools.grid import with_values
 from jaxgpt.tools.plan.plan import make_plan
 from jaxgpt.tools.replay import audit
 from jaxgpt.tools.study import run_study
@@ -156,7 +156,7 @@ def test_it_is_adapted(trained, tmp_path):
     """By LoRA, with jaxgpt's own dense layers as targets."""
     experiment, run, _ = trained
     targets = {"AverageConfig": ("read",), "ExpertConfig": ("q",)}.get(type(experiment.model).__name__, ("q",))
-    based = with_values(experiment, {"train.init_from": str(run.directory), "train.steps": 2})
+    based = replace_fields(experiment, {"train.init_from": str(run.directory), "train.steps": 2})
     lora = dataclasses.replace(based, lora=LoraConfig(rank=2, targets=targets), name="adapted")
     adapted = fit(lora, tmp_path / "adapted", progress=False)
     assert type(adapted.model.config).__name__ == type(experiment.model).__name__
@@ -183,7 +183,8 @@ def test_it_is_served(name, tmp_path):
 
 def test_it_is_compared(tmp_path):
     variants = {
-        name: with_values(e, {"train.steps": 2, "train.eval_every": 2}) for name, e in load_variants(str(FILE)).items()
+        name: replace_fields(e, {"train.steps": 2, "train.eval_every": 2})
+        for name, e in load_variants(str(FILE)).items()
     }
     found = run_study(variants, tmp_path / "study", seeds=1)
     assert [row.variant for row in found.tokens.rows] == ["plain", "own"]
@@ -192,7 +193,7 @@ def test_it_is_compared(tmp_path):
 @pytest.mark.slow
 def test_it_is_searched(tmp_path):
     """Over a field of its own, and again, from what the first search kept."""
-    experiment = with_values(load_file(f"{FILE}:layer")[0], {"train.steps": 4})
+    experiment = replace_fields(load_file(f"{FILE}:layer")[0], {"train.steps": 4})
     given = {"over": ("model.n-expert=1,2",), "trials": 2, "run_dir": str(tmp_path / "sweep")}
     found = sweep(**given, experiment=experiment)
     assert {trial.point["model.n_expert"] for trial in found.trials} == {1, 2}
@@ -202,10 +203,10 @@ def test_it_is_searched(tmp_path):
 @pytest.mark.slow
 def test_how_it_is_computed_changes_nothing_but_rounding(tmp_path):
     """Recomputed, and over micro-batches, of whose balance losses the mean counts; scanned layers draw other weights."""
-    experiment = with_values(load_file(f"{FILE}:experiment")[0], {"train.steps": 3})
+    experiment = replace_fields(load_file(f"{FILE}:experiment")[0], {"train.steps": 3})
     hows = {"model.remat": "full"}, {"parallel.micro_batch_size": 2}, {"model.scan_layers": True, "model.remat": "dots"}
     run, *others = (
-        fit(with_values(experiment, how), tmp_path / str(number), progress=False)
+        fit(replace_fields(experiment, how), tmp_path / str(number), progress=False)
         for number, how in enumerate(({}, *hows))
     )
     for other, tolerance in zip(others, (1e-5, 1e-3, 0.1), strict=True):
@@ -217,14 +218,14 @@ DEVICES = f"""
 import json, sys
 from jaxgpt.cli.experiment_file import load_file
 from jaxgpt.training import fit
-from jaxgpt.tools.grid import with_values
+from jaxgpt.config.words import replace_fields
 
 for name in ("layer", "experiment"):
     experiment, _ = load_file({str(FILE)!r} + ":" + name)
     losses = {{}}
     for how in (dict(strategy="single"), dict(strategy="pmap"), dict(strategy="mesh", data=1, fsdp=2), dict(strategy="mesh", data=2, micro_batch_size=1)):
         values = {{"train.steps": 2}} | {{f"parallel.{{key}}": value for key, value in how.items()}}
-        run = fit(with_values(experiment, values), f"{{name}}-{{len(losses)}}", progress=False)
+        run = fit(replace_fields(experiment, values), f"{{name}}-{{len(losses)}}", progress=False)
         losses[json.dumps(how)] = run.val_loss
     print(name, json.dumps(losses))
 """

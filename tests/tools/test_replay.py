@@ -8,11 +8,11 @@ import shutil
 import jax
 import pytest
 
+from jaxgpt.config.words import replace_fields
 from jaxgpt.errors import Preempted, UserError
 from jaxgpt.runs.checkpoint import Checkpoints, _render
 from jaxgpt.runs.directory import read_metadata
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.tools.grid import with_values
 from jaxgpt.tools.replay import audit, replay
 from jaxgpt.training import fit, open_training
 from tests.helpers import edit_record, flip, plant_bad_targets, tiny_experiment
@@ -24,7 +24,7 @@ STEPS, KEEP = 20, 4
 def experiment(text_file):
     train = {"steps": STEPS, "log_every": 1, "eval_every": KEEP, "checkpoint_every": KEEP, "keep_every": KEEP}
     made = tiny_experiment(text_file, eval_tokens=64, **train)
-    return with_values(made, {"model.n_layer": 1, "optim.learning_rate": 2e-3})
+    return replace_fields(made, {"model.n_layer": 1, "optim.learning_rate": 2e-3})
 
 
 @pytest.fixture(scope="module")
@@ -209,8 +209,8 @@ def test_honest_runs_of_all_kinds_are_accepted(experiment, honest, tmp_path, mon
     if kind.startswith("skipped"):
         plant_bad_targets(monkeypatch, [4 * experiment.train.batch_size, 7 * experiment.train.batch_size + 1])
     if kind.startswith("adapters"):
-        experiment = with_values(experiment, {"train.init_from": str(honest)})
-    fit(with_values(experiment, KINDS[kind]), run, progress=False)
+        experiment = replace_fields(experiment, {"train.init_from": str(honest)})
+    fit(replace_fields(experiment, KINDS[kind]), run, progress=False)
     found, lines = audit(run, steps=STEPS), read_metrics(run / "metrics.jsonl")
     assert found.findings == [] and found.is_whole
     assert "Every step was re-taken and is right, bit for bit." in str(found)

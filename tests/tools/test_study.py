@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from jaxgpt.config.words import replace_fields
 from jaxgpt.errors import Diverged, Preempted, UserError
 from jaxgpt.loss import ObjectiveConfig
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.statistics import holm_levels
 from jaxgpt.tools import study
-from jaxgpt.tools.grid import Curve, read_curve, with_values
+from jaxgpt.tools.grid import Curve, read_curve
 from jaxgpt.tools.study import Study, check_comparable, compare, compare_losses, plot_study, run_study, slug
 from jaxgpt.training import fit
 from tests.helpers import tiny_experiment
@@ -113,7 +114,7 @@ def test_all_are_compared_where_the_shortest_ends():
 @pytest.fixture(scope="module")
 def variants(text_file):
     e = tiny_experiment(text_file, steps=4, eval_every=2)
-    return {"as it is": e, "wider": with_values(e, {"model.n_embd": 16})}
+    return {"as it is": e, "wider": replace_fields(e, {"model.n_embd": 16})}
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +126,7 @@ def studied(variants, tmp_path_factory):
 @pytest.mark.slow
 def test_a_study_is_its_runs(variants, studied, tmp_path):
     directory, found, told = studied
-    by_hand = with_values(variants["wider"], {"train.seed": 1, "train.sample_tokens": 0})
+    by_hand = replace_fields(variants["wider"], {"train.seed": 1, "train.sample_tokens": 0})
     run = fit(by_hand, tmp_path / "run", progress=False)
     last = [line["val_loss"] for line in read_metrics(run.directory / "metrics.jsonl") if "val_loss" in line][-1]
     assert found.tokens.rows[1].losses[1] == last and found.tokens.at == 4 * 4 * 8
@@ -196,7 +197,7 @@ def test_a_study_goes_on_where_it_was_left(variants, studied):
     )
     assert [place.parent.name for place in calls] == ["as-it-is", "wider"] and more.seeds == 3
     assert more.tokens.rows[0].losses[:2] == found.tokens.rows[0].losses
-    longer = {name: with_values(e, {"train.steps": 6}) for name, e in variants.items()}
+    longer = {name: replace_fields(e, {"train.steps": 6}) for name, e in variants.items()}
     with pytest.raises(UserError, match="another configuration: train.steps 4 -> 6"):
         run_study(longer, directory, seeds=1)
 
@@ -211,7 +212,7 @@ def test_a_study_goes_on_where_it_was_left(variants, studied):
 )
 def test_what_shares_no_metric(variants, change, said):
     first = variants["as it is"]
-    other = with_values(first, change)
+    other = replace_fields(first, change)
     expected = pytest.raises(UserError, match=f"variants 'a' and 'b' do not share a metric: {said}")
     with expected if said else contextlib.nullcontext():
         check_comparable({"a": first, "b": other})
@@ -240,8 +241,8 @@ def test_the_unit_of_the_losses(variants, tmp_path, monkeypatch):
 def test_weights_bring_their_tokenizer_to_a_comparison(variants, studied, tmp_path):
     """Whatever is named beside them: losses per token of another one are not compared with theirs."""
     begun = {"train.init_from": str(studied[0] / "as-it-is/seed-0"), "model.block_size": 32}
-    named = with_values(variants["as it is"], begun | {"data.tokenizer": "byte"})
-    nothing = with_values(variants["as it is"], {"data.tokenizer": "byte"})
+    named = replace_fields(variants["as it is"], begun | {"data.tokenizer": "byte"})
+    nothing = replace_fields(variants["as it is"], {"data.tokenizer": "byte"})
     calls = []
 
     def fit_none(experiment, place, **how):

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from jaxgpt.cli.experiment_file import load_experiment
+from jaxgpt.config.words import replace_fields
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import Diverged, Preempted, UserError
 from jaxgpt.experiment import Experiment, TrainConfig
 from jaxgpt.optim import OptimConfig
 from jaxgpt.runs.directory import write_metadata
 from jaxgpt.runs.metrics import MetricsFile
-from jaxgpt.tools.grid import with_values
 from jaxgpt.tools.sweep import (
     Axis,
     Round,
@@ -124,13 +124,13 @@ def test_a_third_survives_to_three_times_the_steps():
     assert plan_rounds(EXPERIMENT, 3, 3) == [Round(trials=3, steps=600, seeds=(8, 9, 10))]
     assert [r.trials for r in plan_rounds(EXPERIMENT, 28, 3)] == [28, 10, 4, 2]
     with pytest.raises(UserError, match=r"train\.steps=60: 200 trials begin with runs of 1/81 of the steps"):
-        plan_rounds(with_values(EXPERIMENT, {"train.steps": 60}), 200, 3)
+        plan_rounds(replace_fields(EXPERIMENT, {"train.steps": 60}), 200, 3)
 
 
 def test_a_short_run_has_a_complete_schedule():
     short = shorten(EXPERIMENT, 66, 3)
     assert (short.train.steps, short.train.seed, short.optim.warmup_steps) == (66, 3, 6)
-    assert shorten(EXPERIMENT, 600, 7) == with_values(EXPERIMENT, {"train.sample_tokens": 0})
+    assert shorten(EXPERIMENT, 600, 7) == replace_fields(EXPERIMENT, {"train.sample_tokens": 0})
     assert shorten(Experiment(name="x"), 10, 0).optim.warmup_steps is None
 
 
@@ -204,7 +204,7 @@ def one(tmp_path_factory):
     [
         ({"over": ("optim.learning-rate=1e-4..1",)}, r"over optim\.learning_rate=0\.0001\.\.0\.1 -> optim.*1"),
         (
-            {"experiment": with_values(EXPERIMENT, {"train.seed": 0})},
+            {"experiment": replace_fields(EXPERIMENT, {"train.seed": 0})},
             r"another sweep: train\.seed 7 -> 0\. Name another directory with --run-dir",
         ),
     ],
@@ -212,7 +212,7 @@ def one(tmp_path_factory):
 def test_another_sweep_is_not_mixed_with_it(one, change, said):
     with pytest.raises(UserError, match=said):
         run_sweep(one, **ONE | change)
-    logged = with_values(EXPERIMENT, {"train.log_every": 1})  # which is no other sweep
+    logged = replace_fields(EXPERIMENT, {"train.log_every": 1})  # which is no other sweep
     run_sweep(one, **ONE, experiment=logged, fit_one=lambda *a, **b: pytest.fail("a run"))
 
 
@@ -243,7 +243,7 @@ def test_a_sweep_with_a_class_of_its_own_is_resumed_and_another_class_is_another
     with pytest.raises(UserError, match="holds another sweep: class 'mine:Mine' is none of mine:Other"):
         sweep(experiment=own_experiment(tmp_path, "Other"), **given)
     with pytest.raises(UserError, match=r"holds another sweep: model\.n_layer 12 -> 2"):
-        shallow = with_values(own_experiment(tmp_path, "Mine"), {"model.n_layer": 2})
+        shallow = replace_fields(own_experiment(tmp_path, "Mine"), {"model.n_layer": 2})
         sweep(experiment=shallow, **given)
 
 

@@ -1,0 +1,88 @@
+"""Fields of configurations in words: values that are typed, names with dots, and comments."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import inspect
+import itertools
+import textwrap
+import types
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from jaxgpt.config.validate import check_value
+
+T = TypeVar("T")
+
+
+def plain_types(hint: Any) -> list[Any]:
+    """Return the types that an annotation allows, without bounds: a `Literal` counts as the text that it is."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return plain_types(arguments[0])
+    if origin in (Union, types.UnionType):
+        return [kind for h in arguments for kind in plain_types(h)]
+    return [str if origin is Literal else origin or hint]
+
+
+def parse_value(name: str, word: str, hint: Any) -> Any:
+    """Return the value that a word means for an annotation. Raises `UserError` as `check_value` does."""
+    kinds = plain_types(hint)
+    value: Any = word
+    if word == "None" and types.NoneType in kinds:
+        value = None
+    elif bool in kinds:
+        value = {"true": True, "false": False}.get(word.lower(), word)
+    elif int in kinds or float in kinds:
+        value = _parse_number(word, kinds)
+    return check_value(name, value, hint)
+
+
+def _parse_number(word: str, kinds: list[Any]) -> int | float | str:
+    """Return the number of a word, whole if only those are allowed: 1e3 is 1000. Any other word stays."""
+    with contextlib.suppress(ValueError):
+        if int in kinds:
+            return int(word)
+    with contextlib.suppress(ValueError):
+        number = float(word)
+        if float in kinds:
+            return number
+        if number.is_integer():
+            return int(number)
+    return word
+
+
+def replace_fields(config: T, values: dict[str, Any]) -> T:
+    """Return a configuration with the values of some fields, and of fields in them: {"name": "x", "model.n_layer": 3}."""
+    parts: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        field, _, inner = path.partition(".")
+        parts.setdefault(field, {})[inner] = value
+    changed = {
+        field: given[""] if "" in given else replace_fields(getattr(config, field), given)
+        for field, given in parts.items()
+    }
+    return dataclasses.replace(config, **changed)  # type: ignore[bad-specialization]
+
+
+def field_comments(cls: type) -> dict[str, str]:
+    """Return what is said of each field of a class: at the end of its line, in the lines above, or below in a text."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not inspect.get_annotations(base):
+            continue
+        source = textwrap.dedent(inspect.getsource(base))
+        lines = source.splitlines()
+        definition: Any = ast.parse(source).body[0]
+        for node, following in itertools.zip_longest(definition.body, definition.body[1:]):
+            if not isinstance(node, ast.AnnAssign):
+                continue
+            beside = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
+            above = itertools.takewhile(lambda line: line.lstrip().startswith("#"), reversed(lines[: node.lineno - 1]))
+            said = [beside] if "#" in beside else [*above][::-1]
+            text = " ".join(line.strip().lstrip("#:").strip() for line in said)
+            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                text = str(following.value.value)
+            found[node.target.id] = " ".join(text.split())
+    return found
