@@ -62,7 +62,7 @@ CHATS = [
         "role.jsonl",
         "role.jsonl:3: message 1 is {'content': 'a', 'role': 'robot'}: give a role, system, user, assistant",
     ),
-    ("content.jsonl", "content.jsonl:1: message 2 has the content None: give a text"),
+    ("content.jsonl", "content.jsonl:1: message 2 has the content 7: give a text"),
     ("alone.jsonl", "alone.jsonl:1: none of its 1 messages is the assistant's"),
     ("end.jsonl", r"end.jsonl:2: message 1 has '\x03', which ends a turn"),
     ("long.jsonl", "no conversation of the training split of long.jsonl has an answer that ends within block_size=8"),

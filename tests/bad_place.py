@@ -91,7 +91,7 @@ def _chats(place: Path) -> None:
         "good": good * 3,
         "half": good + good[:20],
         "role": good + good + line(("robot", "a"), ("assistant", "b")),
-        "content": line(("user", "a"), ("assistant", None)),
+        "content": line(("user", "a"), ("assistant", 7)),
         "alone": line(("user", "a")),
         "end": good + line(("user", "a\x03"), ("assistant", "b")),
         "long": line(("user", "a" * 30), ("assistant", "b")) * 3,

@@ -73,9 +73,14 @@ def find_fields(cls):
 
 
 def find_meaning(cls, name):
-    """Return what the comment of a field says, as `--help` does, in RST; without one, what the class of its value says."""
+    """Return what the comment of a field says, as `--help` does, in RST.
+
+    Without one, what a docstring of flax says of it, or the class of its value.
+    """
     hint = find_hint(cls, name)
-    meaning = field_comments(cls)[name] or (inspect.isclass(hint) and hint.__module__ != "builtins" and hint.__doc__)
+    listed = re.search(rf"^  {name}: (.*(?:\n {{4,}}.*)*)", "\n".join(map(str, map(inspect.getdoc, cls.__mro__))), re.M)
+    of_class = hint.__doc__ if inspect.isclass(hint) and hint.__module__ != "builtins" else ""
+    meaning = field_comments(cls)[name] or (listed and listed[1]) or of_class
     parts = re.split(r"(`[^`]*`)", (meaning or "").partition("\n\n")[0])
     text = "".join(part if n % 2 else re.sub(r"([\\*|_])", r"\\\1", part) for n, part in enumerate(parts))
     text = re.sub(r"--[\w.-]*\w", r"``\g<0>``", text)

@@ -163,7 +163,7 @@ def read_values(options: Sequence[Option], argv: list[str], prog: str) -> dict[s
             given, operands = (operands or None, []) if option.items else (operands[:1] or None, operands[1:])
         if given is None and option.default is REQUIRED:
             parser.error(f"{option.name} is needed: {option.meaning}")
-        if given == [""] and "." not in option.path and option.path != "prompt":
+        if given == [""] and "." not in option.path and option.path not in ("prompt", "stop"):
             parser.error(f"{option.path} is empty: name one, or leave it out")
         if given is not None:
             values[option.path] = given if isinstance(given, bool) else parse_words(option, given)

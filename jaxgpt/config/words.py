@@ -67,22 +67,26 @@ def replace_fields(config: T, values: dict[str, Any]) -> T:
 
 
 def field_comments(cls: type) -> dict[str, str]:
-    """Return what is said of each field of a class: at the end of its line, in the lines above, or below in a text."""
+    """Return what is said of each field of a class: at the end of its line, above it, or below in a text.
+
+    A field without a comment of its own, in the line after another field, shares that field's.
+    """
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not inspect.get_annotations(base):
             continue
-        source = textwrap.dedent(inspect.getsource(base))
+        source, text, last = textwrap.dedent(inspect.getsource(base)), "", 0
         lines = source.splitlines()
         definition: Any = ast.parse(source).body[0]
-        for node, following in itertools.zip_longest(definition.body, definition.body[1:]):
-            if not isinstance(node, ast.AnnAssign):
-                continue
+        pairs = itertools.zip_longest(definition.body, definition.body[1:])
+        fields: list[Any] = [pair for pair in pairs if isinstance(pair[0], ast.AnnAssign)]
+        for node, following in fields:
             beside = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
             above = itertools.takewhile(lambda line: line.lstrip().startswith("#"), reversed(lines[: node.lineno - 1]))
             said = [beside] if "#" in beside else [*above][::-1]
-            text = " ".join(line.strip().lstrip("#:").strip() for line in said)
             if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                text = str(following.value.value)
-            found[node.target.id] = " ".join(text.split())
+                said = [str(following.value.value)]
+            if said or node.lineno > last + 1:
+                text = " ".join(" ".join(said).replace("#:", " ").replace("# ", " ").split())
+            found[node.target.id], last = text, node.end_lineno
     return found
