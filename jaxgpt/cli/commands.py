@@ -18,14 +18,9 @@ from jaxgpt.errors import UserError, shell_line
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import Result, new_file, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
-from jaxgpt.run import Run, load
+from jaxgpt.run import load
 from jaxgpt.runs.directory import RUNS, find_run
 from jaxgpt.sample import Precision
-
-
-def open_run(run: str | None, average: int | None) -> Run:
-    """Set up the process and load a run."""
-    return load(run, average=average)
 
 
 def evaluate(
@@ -61,7 +56,7 @@ def evaluate(
         raise UserError("--limit, --num-fewshot and --include-path need --tasks, and --data and --stride go without it")
     if tasks is not None and importlib.util.find_spec("lm_eval") is None:
         raise UserError("--tasks needs lm-evaluation-harness, which is not installed: pip install 'jaxgpt[eval]'")
-    model = open_run(run, average)
+    model = load(run, average=average)
     model = model if weights is None else model.for_decoding(weights, donate=True)
     if tasks is not None:
         from jaxgpt.tools.evaluate.tasks import evaluate_tasks, format_tasks
@@ -94,7 +89,7 @@ def xray(
         corpus_tokens: tokens of that text to read, spread evenly over it. 0 means none
     """
     path = new_file(out, force=force)
-    model = open_run(run, average)
+    model = load(run, average=average)
     from jaxgpt.tools.xray.xray import xray
 
     _write_page(path, xray(model, prompt, data=data, corpus_tokens=corpus_tokens))
@@ -119,7 +114,7 @@ def page(
         out: the page to write
     """
     path = new_file(out, force=force)
-    model = open_run(run, average)
+    model = load(run, average=average)
     from jaxgpt.tools.xray.live import make_page
 
     _write_page(path, make_page(model, prompt, weights=weights))

@@ -52,12 +52,16 @@ class Option(NamedTuple):
     hint: Any
     default: Any  # REQUIRED if there is none
     meaning: str
-    repeats: bool = False  # each time that it is given adds a value
 
     @property
     def is_operand(self) -> bool:
         """Return whether it is given without its name."""
         return not self.name.startswith("--")
+
+    @property
+    def repeats(self) -> bool:
+        """Return whether each value needs the name again: --stop a --stop b, but --lora.targets q v."""
+        return self.hint == tuple[str, ...] and "." not in self.name
 
     @property
     def items(self) -> tuple[Any, ...] | None:
@@ -124,7 +128,7 @@ def list_options(p: inspect.Parameter, is_first: bool, meanings: dict[str, str])
         name = p.name.upper() + "..." * (get_origin(hint) is tuple)
         yield Option(p.name, name if default is REQUIRED else f"[{name}]", hint, default, meaning)
     else:
-        yield Option(p.name, f"--{p.name.replace('_', '-')}", hint, default, meaning, get_origin(hint) is tuple)
+        yield Option(p.name, f"--{p.name.replace('_', '-')}", hint, default, meaning)
 
 
 def list_fields(config: Any, path: str, prefix: str) -> Iterator[Option]:

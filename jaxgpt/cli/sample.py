@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.cli.commands import open_run
 from jaxgpt.cli.console import say
 from jaxgpt.config.validate import Count, Size
 from jaxgpt.errors import UserError
 from jaxgpt.files import Result, read_json
+from jaxgpt.run import load
 from jaxgpt.sample import MAX_NEW_TOKENS, Precision, Sampling
 
 LARGEST_SCHEMA = 2**20  # bytes
@@ -59,7 +59,7 @@ def sample(
         prompt = typed.decode(errors="surrogateescape").removesuffix("\n")
         if not prompt.strip():
             raise UserError("--chat has no prompt: give --prompt TEXT, or write the user's turn to standard input")
-    model = open_run(run, average).for_decoding(weights, donate=True)
+    model = load(run, average=average).for_decoding(weights, donate=True)
     from jaxgpt.data.tokenizer import find_start_token
 
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": stop, "seed": seed, "chat": chat}

@@ -30,10 +30,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from jaxgpt.errors import UserError, reason_of
 from jaxgpt.files import render_json
 from jaxgpt.run import Run
-from jaxgpt.sample import Precision, Sampling
+from jaxgpt.sample import Sampling
 from jaxgpt.sample.engine import Engine
 from jaxgpt.sample.score import PromptScores, prompt_widths, score_prompt
 from jaxgpt.sample.state import MAX_TOP
+from jaxgpt.serve import ServeOptions
 from jaxgpt.serve.app import GRACE, make_app
 from jaxgpt.serve.requests import MAX_STOP_TOKENS, RequestError, Row, Served
 from jaxgpt.serve.responses import refuse, render_event
@@ -54,37 +55,26 @@ COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's event, seen in 
 
 
 def make_server(
-    run: Run,
-    *,
-    slots: int,
-    key: str | None = None,
-    hosts: Sequence[str] = (),
-    origins: Sequence[str] = (),
-    names: Sequence[str] = (),
-    any_name: bool = False,
-    cache_dtype: Precision | None = None,
-    prefix_bytes: int = 0,
-    timeout: float = 300.0,
-    reproducible: bool = False,
-    log_prompts: bool = False,
-    log: Callable[..., None],
+    run: Run, options: ServeOptions, *, key: str | None = None, log: Callable[..., None]
 ) -> tuple[ASGIApp, Callable[..., None]]:
     """Return the ASGI application of a run, which answers 503 at first, and a function that compiles everything for it.
 
-    That is given a function, which it calls with the name of each program before it is compiled. log: from `make_log`. The others: see `cli.serve`.
+    That is given a function, which it calls with the name of each program before it is compiled.
+
+    key: what clients must send. None means nothing. log: from `make_log`.
     """
-    queue = QUEUE * slots
-    served = Served(run, slots=slots, queue=queue, names=names, any_name=any_name)
+    queue = QUEUE * options.slots
+    served = Served(run, slots=options.slots, queue=queue, names=options.model_name, any_name=options.any_model)
     (model, params), vocab_size = run.decode_params, run.tokenizer.vocab_size
     engine = Engine(
         model,
         params,
-        slots=slots,
+        slots=options.slots,
         vocab_size=vocab_size,
-        cache_dtype=cache_dtype,
+        cache_dtype=options.cache_dtype,
         max_stops=MAX_STOP_TOKENS + len({*served.stop_tokens, *(served.chat_stop_tokens or ())}),
-        prefix_bytes=prefix_bytes,
-        resizes=not reproducible,
+        prefix_bytes=options.prefix_cache_mb * 1_000_000,
+        resizes=not options.reproducible,
     )
 
     def score(ids: Sequence[int]) -> PromptScores:
@@ -101,7 +91,7 @@ def make_server(
         for width in prompt_widths(model):
             begin(f"the scores of a prompt of {width} tokens")
             score([0] * width)
-        log(f"{run.directory}: compiled in {time.perf_counter() - start:.1f} s, {slots} slots")
+        log(f"{run.directory}: compiled in {time.perf_counter() - start:.1f} s, {options.slots} slots")
         scheduler.status = "ok"
 
     def count_compilation(event: str, duration_secs: float, **_: Any) -> None:
@@ -109,8 +99,9 @@ def make_server(
             scheduler.metrics.compilations.inc()
 
     jax.monitoring.register_event_duration_secs_listener(count_compilation)
-    app = make_app(served, scheduler, log if log_prompts else None)
-    return guard(app, scheduler, key=key, hosts=hosts, origins=origins, timeout=timeout, log=log), compile_all
+    app = make_app(served, scheduler, log if options.log_prompts else None)
+    limits = {"hosts": options.allowed_host, "origins": options.allowed_origin, "timeout": options.timeout}
+    return guard(app, scheduler, key=key, log=log, **limits), compile_all
 
 
 def make_log(write: Callable[[str], None], form: Literal["text", "json"] = "text") -> Callable[..., None]:

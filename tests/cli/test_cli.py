@@ -99,7 +99,7 @@ def test_a_chat_without_a_prompt_reads_standard_input(monkeypatch, typed, turn):
         return prompts if options.keys() == SampleOptions.__optional_keys__ else "an option is missing"
 
     run = types.SimpleNamespace(for_decoding=lambda weights, donate: run, sample=complete)
-    monkeypatch.setattr("jaxgpt.cli.sample.open_run", lambda *_: run)
+    monkeypatch.setattr("jaxgpt.cli.sample.load", lambda *_, **__: run)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
     assert sample("run", chat=True, num_samples=2).value == [{"prompt": turn, "text": turn}] * 2
 

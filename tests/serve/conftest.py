@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 from jaxgpt.data.dataset import DataConfig, open_data
 from jaxgpt.sample.engine import Piece, Request
 from jaxgpt.sample.score import PromptScores
+from jaxgpt.serve import ServeOptions
 from jaxgpt.serve.app import make_app
 from jaxgpt.serve.requests import Served
 from jaxgpt.serve.scheduler import Scheduler
@@ -137,7 +138,8 @@ def faked(byte_run):
 def start_server(run):
     """The application over the engine of a run."""
     silent = make_log(lambda line: None)
-    app, compile_all = make_server(run, slots=4, prefix_bytes=10**7, timeout=60.0, reproducible=True, log=silent)
+    options = ServeOptions(slots=4, prefix_cache_mb=10, timeout=60.0, reproducible=True)
+    app, compile_all = make_server(run, options, log=silent)
     compile_all(lambda program: None)
     return app
 
