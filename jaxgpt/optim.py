@@ -94,11 +94,8 @@ def relative_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
     *earlier, last = (_schedule_until(end, config, config.warmup(steps)) for end in (*config.horizons, steps))
     if not earlier:
         return last
-
-    def extended(step):
-        return jnp.select([step < end for end in config.horizons], [s(step) for s in earlier], last(step))
-
-    return extended
+    ends = config.horizons
+    return lambda step: jnp.select([jnp.less(step, end) for end in ends], [s(step) for s in earlier], last(step))
 
 
 def _schedule_until(steps: int, config: OptimConfig, warmup: int) -> optax.Schedule:
@@ -139,36 +136,33 @@ def make_optimizer(
     decay: the decay's time scale should not depend on the width (arXiv:2405.13698). Nor does it scale Muon: Muon's
     updates have one spectral norm at all widths, as muP needs (arXiv:2310.17813).
     """
-    relative = relative_schedule(config, steps)
+
+    def is_decayed(params):
+        return jax.tree.map(lambda label: label != "vector", label_parameters(params, label_parameter))
+
+    clip = optax.identity() if config.grad_clip is None else optax.clip_by_global_norm(config.grad_clip)
     adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.eps)
-    adamw = optax.chain(
-        adam if width_ratio == 1.0 else optax.chain(adam, scale_by_width(width_ratio, label_parameter)),
-        optax.add_decayed_weights(
-            config.weight_decay,
-            mask=lambda params: jax.tree.map(
-                lambda label: label != "vector", label_parameters(params, label_parameter)
-            ),
-        ),
-        optax.scale_by_learning_rate(learning_rate(config, steps)),
-    )
-    muon = optax.contrib.muon(
-        lambda step: config.muon_learning_rate * relative(step),
-        beta=config.momentum,
-        weight_decay=config.weight_decay,
-        # Otherwise the layer axis of scanned kernels would count as part of the matrix.
-        muon_weight_dimension_numbers=lambda params: jax.tree.map(
-            lambda _: optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1), params
-        ),
-    )
+    if width_ratio != 1.0:
+        adam = optax.chain(adam, scale_by_width(width_ratio, label_parameter))
+    decay = optax.add_decayed_weights(config.weight_decay, mask=is_decayed)
+    adamw = optax.chain(adam, decay, optax.scale_by_learning_rate(learning_rate(config, steps)))
+    if config.name == "adamw":
+        return optax.chain(clip, adamw)
 
     def choose(params: optax.Params) -> dict:
         labels = label_parameters(params, label_parameter)
         return jax.tree.map(lambda label: "muon" if label == "matrix" else "adamw", labels)
 
-    update = adamw if config.name == "adamw" else optax.partition({"adamw": adamw, "muon": muon}, choose)
-    return optax.chain(
-        optax.identity() if config.grad_clip is None else optax.clip_by_global_norm(config.grad_clip), update
+    relative = relative_schedule(config, steps)
+    # Otherwise the layer axis of scanned kernels would count as part of the matrix.
+    last_two = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+    muon = optax.contrib.muon(
+        lambda step: config.muon_learning_rate * relative(step),
+        beta=config.momentum,
+        weight_decay=config.weight_decay,
+        muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: last_two, params),
     )
+    return optax.chain(clip, optax.partition({"adamw": adamw, "muon": muon}, choose))
 
 
 def scale_by_width(ratio: float, label_parameter: LabelParameter = by_rank) -> optax.GradientTransformation:
