@@ -29,6 +29,7 @@ from jaxgpt.model import GPTConfig
 from jaxgpt.optim import OptimConfig
 from jaxgpt.sample import MAX_NEW_TOKENS
 
+CONTEXT_OF_WEIGHTS = LARGEST_SIZE  # as block_size: longer than any weights have, so that theirs is taken
 AxisSize = Annotated[int, Interval(ge=-1, le=LARGEST_SIZE)]  # size of a mesh axis. -1 means the rest of the devices
 
 

@@ -148,8 +148,10 @@ def init_adapters(config: LoraConfig, key: jax.Array, params: dict) -> dict:
     return traverse_util.unflatten_dict(adapters)
 
 
-def join_adapters(config: LoraConfig, adapters: dict, params: dict) -> dict:
-    """Return the parameters with each adapter next to its kernel: see `with_adapters`."""
+def join_adapters(config: LoraConfig, adapters: dict, params: dict | None) -> dict:
+    """Return the parameters with each adapter next to its kernel: see `with_adapters`. params: None without adapters."""
+    if params is None:
+        return adapters
     assert config.rank is not None
     flat = {path: x * (config.alpha / config.rank) if path[-1] == A else x for path, x in _flat(adapters).items()}
     return traverse_util.unflatten_dict(_flat(params) | flat)

@@ -26,13 +26,12 @@ from jaxgpt.config.validate import (
 )
 from jaxgpt.errors import UserError
 from jaxgpt.layers import Attention
-from jaxgpt.layers.block import NO_SHARDING, Block, Compute, ShardingHooks
+from jaxgpt.layers.block import NO_SHARDING, Block, Compute, ShardingHooks, remat
 from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
 from jaxgpt.layers.linear import INIT_STD, Embedding, Head
 from jaxgpt.layers.mlp import ACTIVATIONS, MLP
 from jaxgpt.layers.norm import LayerNorm, RMSNorm
 from jaxgpt.layers.position import Rope, positions_from_segments, sinusoidal
-from jaxgpt.layers.remat import remat
 
 
 class Shape(NamedTuple):

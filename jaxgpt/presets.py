@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from jaxgpt.config.validate import LARGEST_COUNT, LARGEST_SIZE, short
+from jaxgpt.config.validate import LARGEST_COUNT, short
 from jaxgpt.data.dataset import DataConfig
 from jaxgpt.errors import UserError
-from jaxgpt.experiment import Experiment, TrainConfig
+from jaxgpt.experiment import CONTEXT_OF_WEIGHTS, Experiment, TrainConfig
 from jaxgpt.model import GPTConfig
 from jaxgpt.optim import OptimConfig
-
-CONTEXT_OF_WEIGHTS = LARGEST_SIZE  # as block_size: longer than any weights have, so that theirs is taken
 
 
 def quickstart(*, chat: bool = False) -> Experiment:

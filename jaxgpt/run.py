@@ -22,8 +22,9 @@ from jaxgpt.experiment import Experiment
 from jaxgpt.hf.source import end_tokens
 from jaxgpt.layers.block import Compute
 from jaxgpt.model import GPT
-from jaxgpt.parallel.device import compute_options, count_parameters
+from jaxgpt.parallel.device import compute_options
 from jaxgpt.parallel.jax_setup import configure_jax
+from jaxgpt.parallel.limits import count_parameters
 from jaxgpt.parallel.multihost import one_copy, whole_everywhere
 from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints

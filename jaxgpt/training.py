@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -28,18 +28,15 @@ from jaxgpt.data.mixture import parts_of
 from jaxgpt.data.pipeline import Dataset, Split, training_batches, validation_batches
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, RaisedOnAllProcesses, UserError, shell_line
 from jaxgpt.experiment import Experiment, TrainConfig
-from jaxgpt.hf.source import keep_companions
 from jaxgpt.lora import LoraConfig, freeze, merge_adapters, thaw, thawed_shapes
 from jaxgpt.parallel import multihost
-from jaxgpt.parallel.device import check_memory, device_kind, first_device
-from jaxgpt.parallel.jax_setup import configure_jax
+from jaxgpt.parallel.jax_setup import configure_jax, first_device
+from jaxgpt.parallel.limits import check_memory
 from jaxgpt.parallel.profile import StepProfiler, parse_steps
 from jaxgpt.parallel.signals import catch_signals
 from jaxgpt.parallel.strategy import ONE_DEVICE, StepFn
 from jaxgpt.parallel.trainer import IN_FLIGHT, Trainer, gather_params, make_trainer, mean_loss
-from jaxgpt.run import Run, load_run
 from jaxgpt.runs import checks
-from jaxgpt.runs.autopsy import debug_step
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.code import check_same_code, is_trusting, name_with_place, own_classes, with_classes_of
 from jaxgpt.runs.directory import (
@@ -59,6 +56,9 @@ from jaxgpt.runs.metrics import rewind_metrics
 from jaxgpt.runs.pretrained import Weights, resolve_init_from
 from jaxgpt.runs.resume import check_same_configuration, reopen_dataset, with_horizons
 from jaxgpt.train import Metrics, Params, TrainState, init_and_dropout_keys, why_skipped
+
+if TYPE_CHECKING:
+    from jaxgpt.run import Run
 
 ROLLOUT = 2  # makes the key of rollouts from the key of initialisation. Adapters have 1
 
@@ -189,6 +189,8 @@ def fit(
                 checkpoints.wait()
                 raise Preempted(f"{signal}: saved step {step} of {config.steps}. {training.how_to_continue}")
         checkpoints.wait()
+    from jaxgpt.run import load_run  # with all that samples, which no step needs
+
     return load_run(read_metadata(directory, trust_code=trust_code))
 
 
@@ -484,6 +486,8 @@ def check_first_step(training: Training) -> None:
         before = training.restore_or_init(0)
         params, batch = gather_params(trainer, before), training.whole_batch(1, before)
         if params is not None:
+            from jaxgpt.runs.autopsy import debug_step
+
             found = debug_step(trainer, params, batch, training.dropout_key, 1)
             to_blame = found.culprit or to_blame
             how = how if found.first is None else f"{how}, first in {found.first}"
@@ -510,6 +514,8 @@ def open_directory(
         clear_beginning(directory)
         dataset, weights, model = training.dataset, None, training.experiment.model
         if training.weights is not None:
+            from jaxgpt.hf.source import keep_companions
+
             weights = training.weights()
             keep_companions(weights.directory, directory)
         write_metadata(
@@ -534,7 +540,7 @@ def introduction(training: Training, start: int) -> Iterator[str]:
     strategy, split, train = trainer.strategy, trainer.split, experiment.train
     n_params, in_adapters = trainer.parameters
     adapters = f" and {in_adapters:,} in adapters, the only ones trained" if in_adapters else ""
-    hardware = f"{len(strategy.devices)} x {device_kind()}, {trainer.options.reason}"
+    hardware = f"{len(strategy.devices)} x {first_device().device_kind}, {trainer.options.reason}"
     yield f"{experiment.name}: {n_params:,} parameters{adapters}, {hardware}"
     if training.weights is not None and not start:
         whole, context = training.weights().config.block_size, experiment.model.block_size

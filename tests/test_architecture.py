@@ -48,7 +48,6 @@ LAYER_ROWS = [
     ["kernels"],
     ["kernels.plain", "kernels.native.build"],
     ["norm", "position", "linear"],
-    ["remat"],
 ]
 
 # The only modules that may import a package.

@@ -11,7 +11,7 @@ import pytest
 
 from jaxgpt.cli.experiment_file import load_experiment, load_variants
 from jaxgpt.experiment import Experiment
-from jaxgpt.parallel.device import count_parameters
+from jaxgpt.parallel.limits import count_parameters
 from jaxgpt.tools.study import check_comparable
 from jaxgpt.training import fit
 from tests.conftest import REPOSITORY

@@ -16,7 +16,7 @@ from jaxgpt.batch import Batch
 from jaxgpt.cli.experiment_file import load_experiment, load_file, load_variants
 from jaxgpt.errors import UserError
 from jaxgpt.loss import make_loss
-from jaxgpt.parallel.device import count_parameters
+from jaxgpt.parallel.limits import count_parameters
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.tools.replay import replay
 from tests.conftest import REPOSITORY

@@ -12,7 +12,8 @@ import pytest
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import ParallelConfig
 from jaxgpt.model import GPT, GPTConfig
-from jaxgpt.parallel.device import KERNELS, count_parameters, train_flops_per_token
+from jaxgpt.parallel.device import find_kernel
+from jaxgpt.parallel.limits import count_parameters, train_flops_per_token
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.presets import gpt2
 from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model, stack_layers, tokens_BT
@@ -164,7 +165,7 @@ def gradient(attention_fn, remat: str, dtype=jnp.float32, **hardware):
 )
 def test_remat_of_all_but_dots_keeps_what_attention_made(attention, meshed):
     """Of its six products a layer one is run anew, the scores', for weights that nothing keeps; with "full" both."""
-    attention_fn, hardware = KERNELS[attention], {}
+    attention_fn, hardware = find_kernel(attention), {}
     if meshed:
         strategy = make_mesh(jax.devices()[:1], ParallelConfig(), GPTConfig())
         attention_fn, hardware = strategy.shard_attention(attention_fn), {"sharding": strategy.sharding_hooks}
@@ -182,7 +183,7 @@ def test_remat_of_all_but_dots_keeps_the_statistics_of_norms():
     def is_mean(eqn) -> bool:
         return eqn.primitive.name == "reduce_sum" and eqn.params["axes"] == (2,)
 
-    found = {remat: calls(gradient(KERNELS["plain"], remat), is_mean) for remat in ("none", "dots", "full")}
+    found = {remat: calls(gradient(find_kernel("plain"), remat), is_mean) for remat in ("none", "dots", "full")}
     assert found["none"] == found["dots"] == found["full"] - 2 * 4
 
 
@@ -193,7 +194,7 @@ def test_remat_of_all_but_dots_keeps_what_cudnn_made(monkeypatch):
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
     for remat, forward in (("none", 2), ("dots", 2), ("full", 4)):
-        jaxpr = gradient(KERNELS["cudnn"], remat, jnp.bfloat16)
+        jaxpr = gradient(find_kernel("cudnn"), remat, jnp.bfloat16)
         found = [
             calls(jaxpr, lambda eqn, way=way: eqn.primitive.name.startswith(f"dot_product_attention_{way}"))
             for way in ("fwd", "bwd")

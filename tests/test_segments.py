@@ -12,7 +12,7 @@ import pytest
 from jaxgpt.batch import Batch
 from jaxgpt.layers.position import positions_from_segments
 from jaxgpt.loss import chunked_next_token_loss, make_loss
-from jaxgpt.parallel.device import KERNELS
+from jaxgpt.parallel.device import find_kernel
 from tests.helpers import TINY, make_model
 from tests.sample.test_cached import CACHED
 from tests.test_model import ARCHITECTURES
@@ -32,7 +32,7 @@ KINDS = {name: ARCHITECTURES[name] for name in ("gpt2", "gemma 2")} | {
 def made(request):
     kind = dict(request.param)
     attention = kind.pop("attention", "plain")
-    return make_model(dataclasses.replace(TINY, block_size=T, **kind), attention_fn=KERNELS[attention])
+    return make_model(dataclasses.replace(TINY, block_size=T, **kind), attention_fn=find_kernel(attention))
 
 
 @jax.jit
@@ -95,7 +95,7 @@ def test_cudnn_gives_way_where_there_are_segments():
     """A run of text keeps that kernel, and is then asked about conversations: the program is the plain one."""
     heads_BTNH = jnp.ones((*SEGMENTS.shape, 2, 8))
     cudnn, plain = (
-        jax.make_jaxpr(KERNELS[kernel])(heads_BTNH, heads_BTNH, heads_BTNH, segments_BT=SEGMENTS)
+        jax.make_jaxpr(find_kernel(kernel))(heads_BTNH, heads_BTNH, heads_BTNH, segments_BT=SEGMENTS)
         for kernel in ("cudnn", "plain")
     )
     assert str(cudnn) == str(plain)

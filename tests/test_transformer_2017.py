@@ -16,7 +16,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
 from jaxgpt.model import GPTConfig
 from jaxgpt.optim import OptimConfig, label_parameters, learning_rate
-from jaxgpt.parallel.device import count_parameters
+from jaxgpt.parallel.limits import count_parameters
 from jaxgpt.run import load
 from jaxgpt.sample.cache import KVCache
 from jaxgpt.sample.quantize import for_decoding

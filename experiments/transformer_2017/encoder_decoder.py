@@ -17,11 +17,10 @@ from flax import linen as nn
 from jaxgpt.config.validate import Count
 from jaxgpt.errors import UserError
 from jaxgpt.layers.attention import Attention
-from jaxgpt.layers.block import Block, Compute
+from jaxgpt.layers.block import Block, Compute, remat
 from jaxgpt.layers.kernels.plain import Scores, plain_attention
 from jaxgpt.layers.norm import RMSNorm
 from jaxgpt.layers.position import positions_from_segments
-from jaxgpt.layers.remat import remat
 from jaxgpt.model import GPT, GPTConfig
 from jaxgpt.sample.cache import KVCache, LayerCache
 

@@ -23,11 +23,11 @@ from jaxgpt.config.validate import check_value
 from jaxgpt.data.conversations import find_validation_prompt
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError, shell_line
-from jaxgpt.experiment import Experiment
+from jaxgpt.experiment import CONTEXT_OF_WEIGHTS, Experiment
 from jaxgpt.files import open_file, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.parallel.multihost import exit_now, is_process_0
-from jaxgpt.presets import CONTEXT_OF_WEIGHTS, EXPERIMENTS, quickstart
+from jaxgpt.presets import EXPERIMENTS, quickstart
 from jaxgpt.run import Run
 from jaxgpt.runs.pretrained import open_context
 from jaxgpt.training import fit

@@ -22,8 +22,6 @@ import numpy as np
 from jaxgpt.batch import Batch
 from jaxgpt.config.serialize import Checked
 from jaxgpt.config.validate import LARGEST_SIZE, Interval
-from jaxgpt.data import template as chat
-from jaxgpt.data.conversations import Conversations, encode_all, read_messages
 from jaxgpt.data.corpus import fetch, find_copy, find_corpus_files, find_user_files, read_text
 from jaxgpt.data.mixture import Mixture, read_mixture, recorded_sources
 from jaxgpt.data.pipeline import Dataset, Tokens
@@ -37,7 +35,6 @@ from jaxgpt.data.tokenizer import (
     open_tokenizer,
     train_bpe,
 )
-from jaxgpt.data.tools import spell_out
 from jaxgpt.errors import UserError
 from jaxgpt.files import cache_directory, is_there, json_sha256, make_cache, read_json, sha256, write_whole
 from jaxgpt.model import GPTConfig
@@ -300,6 +297,9 @@ def _open_text(config: DataConfig, known: dict[str, Any] | None) -> Dataset:
 
 def _open_conversations(config: DataConfig, entry: Entry | None, block_size: int) -> Dataset:
     """Return the dataset of a file of conversations, in which the model generates the tokens of the assistant."""
+    from jaxgpt.data import template as chat  # with what writes chats, which no text needs
+    from jaxgpt.data.conversations import Conversations
+
     template_directory = None if config.tokenizer_file is None else Path(config.tokenizer_file).parent
     if entry is None:
         entry = _encode_conversations(config, template_directory)
@@ -319,10 +319,8 @@ def _open_conversations(config: DataConfig, entry: Entry | None, block_size: int
         made_of["prefix"] = list(tokenizer.prefix)
     template = chat.find_template(tokenizer, template_directory)
     made_of["template_sha256"] = chat.fingerprint(template)
-    notes = [
-        f"{len(train.lengths):,} training and {len(val.lengths):,} validation conversations, in rows of {block_size} tokens "
-        f"that are {train.filled:.1%} full"
-    ]
+    counts = f"{len(train.lengths):,} training and {len(val.lengths):,} validation conversations"
+    notes = [f"{counts}, in rows of {block_size} tokens that are {train.filled:.1%} full"]
     if template_directory is not None and isinstance(template, chat.Turns):
         turn = f"{template.before.format(role='user', Role='User')}...{template.end}"
         notes.append(f"the tokenizer has no chat template: a turn is written as {turn!r}")
@@ -345,6 +343,10 @@ def _open_conversations(config: DataConfig, entry: Entry | None, block_size: int
 
 def _encode_conversations(config: DataConfig, template_directory: Path | None) -> Entry:
     """Return the cache entry of a file of conversations, which is encoded if there is none."""
+    from jaxgpt.data import template as chat
+    from jaxgpt.data.conversations import encode_all, read_messages
+    from jaxgpt.data.tools import spell_out
+
     path, name = config.path or str(find_corpus_files(config.corpus)[0]), config.tokenizer
     if not is_there(Path(path), "Give the path of a .jsonl file.") or Path(path).is_dir():
         raise UserError(f"no file at {path}: --data.path NAME.jsonl takes a file with a conversation on each line")
@@ -358,7 +360,6 @@ def _encode_conversations(config: DataConfig, template_directory: Path | None) -
         return entry
 
     def read() -> Iterator[list[str]]:
-        """Yield the texts of each conversation."""
         read_lines = read_messages(path)
         return ([m["content"] for m in spell_out(messages, tools)] for _, messages, tools in read_lines)
 

@@ -88,17 +88,17 @@ def find_directory(name: str, wanted: Sequence[str] = WANTED, *, downloads: bool
         ) from None
 
 
-def open_source(name: str, tokenizer: str | None = None) -> Source:
+def open_source(name: str, tokenizer: str | None = None, *, downloads: bool = True) -> Source:
     """Open a model and check it, before any tensor is read.
 
     Args:
-        name: a directory, or an id on the Hub.
+        name: a directory, or an id on the Hub. downloads: see `find_directory`.
         tokenizer: path of a tokenizer.json, or "ids" for none. None means the one in the directory.
 
     Raises:
         UserError: something is missing, damaged or unknown.
     """
-    directory = find_directory(name)
+    directory = find_directory(name, downloads=downloads)
     path, adapter = directory / "config.json", directory / "adapter_config.json"
     if adapter.exists():
         values = read_json(adapter, LARGEST_CONFIG)

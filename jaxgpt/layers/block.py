@@ -26,6 +26,9 @@ class ShardingHooks(NamedTuple):
 
 
 NO_SHARDING = ShardingHooks()  #: the functions of `ShardingHooks` that do nothing
+# Prefix of the name of cuDNN's forward primitive, by which a remat policy recognises it: JAX does not name its result,
+# and its residuals cannot be named from outside.
+CUDNN_FORWARD = "dot_product_attention_fwd"
 
 
 class Compute(NamedTuple):
@@ -93,3 +96,24 @@ class Block(nn.Module):
     def middle(self, x_BTD: jax.Array) -> jax.Array:
         """Return the stream between attention and MLP as it is: a method, so that `nn.intercept_methods` sees it."""
         return x_BTD
+
+
+def remat(run_block: Callable[..., jax.Array], kind: str, *, is_scanned: bool) -> Any:
+    """Return `run_block`, a function of a module and x_BTD, recomputed in the backward pass: see `GPTConfig.remat`."""
+    if kind == "none":
+        return run_block
+    policy = _kept_with_dots if kind == "dots" else None
+    return nn.remat(run_block, policy=policy, prevent_cse=not is_scanned)
+
+
+def _kept_with_dots(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Return whether remat="dots" keeps a result: of dense layers, of attention kernels and the norms' statistics.
+
+    The plain and the xla kernel then recompute the attention weights, which are not kept.
+    """
+    policies = jax.checkpoint_policies
+    return (
+        primitive.name.startswith(CUDNN_FORWARD)
+        or policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params)
+        or policies.save_only_these_names("attention", "statistics")(primitive, *avals, **params)
+    )

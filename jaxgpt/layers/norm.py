@@ -7,8 +7,7 @@ kernel that norms, and writes the float32 product that the scale's gradient sums
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-
-from jaxgpt.layers.remat import save_in_remat
+from jax.ad_checkpoint import checkpoint_name
 
 
 def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, eps: float) -> jax.Array:
@@ -17,8 +16,8 @@ def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, e
     Ba, Kiros and Hinton 2016, arXiv:1607.06450. The result has x's dtype.
     """
     x32 = x_BTD.astype(jnp.float32)  # in bfloat16 the mean of 768 values is accurate to two digits
-    centred = x32 - save_in_remat(x32.mean(axis=-1, keepdims=True))
-    variance = save_in_remat(jnp.mean(jnp.square(centred), axis=-1, keepdims=True))
+    centred = x32 - checkpoint_name(x32.mean(axis=-1, keepdims=True), "statistics")
+    variance = checkpoint_name(jnp.mean(jnp.square(centred), axis=-1, keepdims=True), "statistics")
     out = centred * jax.lax.rsqrt(variance + eps) * jnp.broadcast_to(scale_D, x_BTD.shape)
     if bias_D is not None:
         out = out + jnp.broadcast_to(bias_D, x_BTD.shape)
@@ -28,7 +27,7 @@ def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, e
 def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
     """Return `x / sqrt(mean(x^2) + eps) * scale`: LayerNorm without the mean (arXiv:1910.07467)."""
     x32 = x_BTD.astype(jnp.float32)
-    mean_square = save_in_remat(jnp.mean(jnp.square(x32), axis=-1, keepdims=True))
+    mean_square = checkpoint_name(jnp.mean(jnp.square(x32), axis=-1, keepdims=True), "statistics")
     out = x32 * jax.lax.rsqrt(mean_square + eps) * jnp.broadcast_to(scale_D, x_BTD.shape)
     return out.astype(x_BTD.dtype)
 

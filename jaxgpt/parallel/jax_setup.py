@@ -1,4 +1,4 @@
-"""Set up the process for JAX: heap, XLA's flags, dispatch, garbage collector, logging and compilation cache."""
+"""Set the machine up for JAX, before it is imported: heap, flags, dispatch, collector, logging, cache and devices."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ import platform
 import re
 import warnings
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from jaxgpt.errors import UserError
 from jaxgpt.files import cache_directory
+
+if TYPE_CHECKING:  # the process is set up before jax is imported
+    import jax
 
 _is_set_up = False  # by the first call of `configure_jax`
 SWITCH = "JAXGPT_SETUP"  # environment variable: 0 leaves the process as it is
@@ -158,9 +162,24 @@ def enable_compilation_cache() -> None:
         directory.chmod(0o700)
     except OSError:  # a read-only home, or another user's directory: run without a cache
         return
-    import jax
-
+    jax = import_jax()
     jax.config.update("jax_compilation_cache_dir", str(directory))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     jax.config.update("jax_compilation_cache_max_size", 2 * 1024**3)  # bytes. The oldest programs go first
+
+
+def all_devices() -> list[jax.Device]:
+    """Return the devices of all processes. Raises `UserError` if JAX finds none."""
+    jax = import_jax()
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as e:  # unknown platform, or no driver. For cuda JAX fails an assertion
+        found = f"JAX finds no device (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')!r})"
+        said = str(e).partition("\n")[0] or "no such platform is installed"
+        raise UserError(f"{found}: {said}. Set JAX_PLATFORMS=cpu to compute on the CPU") from None
+
+
+def first_device() -> jax.Device:
+    """Return the device that programs run on by default. Raises `UserError` if JAX finds none."""
+    return all_devices()[0]

@@ -49,9 +49,7 @@ PARAMETER_SPECS = {
 
 # XLA for GPUs combines the gathers of a layer's parameters into one of up to 30 MB, and the layer waits for all of it
 # before its first product. Combined up to 4 MiB only, the gathers of later matrices overlap the first products: of
-# GPT-2 124M with fsdp=8 on H200, 4.8 of 4.8 ms can be hidden instead of 3.4. Gathering a layer ahead, by XLA's pipelined
-# collectives, hides no more, takes 107 GiB instead of 66 for a 7B model, and computes 1.67 times as much where layers are
-# not scanned.
+# GPT-2 124M with fsdp=8 on H200, 4.8 of 4.8 ms can be hidden instead of 3.4.
 GPU_OPTIONS = {"xla_gpu_all_gather_combine_threshold_bytes": 4 * 2**20}
 
 
@@ -61,18 +59,7 @@ def make_mesh(devices: Sequence[jax.Device], config: ParallelConfig, model: GPTC
     At most one of the sizes in `config` is -1. Only the axis `data` extends over several slices. The sizes of `model`
     must divide over the axes. Raises `UserError` if these or the sizes do not fit the devices or their slices.
     """
-    sizes = {"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor}
-    given = " x ".join(f"{name}={n}" for name, n in sizes.items())
-    known = config.data * config.fsdp * config.tensor  # negative: one of them is -1
-    rest, left_over = divmod(len(devices), abs(known))
-    if left_over or (known > 0 and rest > 1):
-        rule = f"each size must divide {len(devices)}, and at most one may be -1 (the devices that the others leave)"
-        remedy = f"{rule}. Or take --parallel.strategy auto"
-        raise UserError(f"parallel {given} does not make the {len(devices)} devices there are: {remedy}")
-    sizes = {name: rest if n == -1 else n for name, n in sizes.items()}
-    if sizes["data"] % config.slices:
-        problem = f"parallel.slices={config.slices} does not divide parallel.data={sizes['data']}"
-        raise UserError(f"{problem}: take a number that does, or --parallel.strategy auto")
+    sizes = divide_devices(len(devices), config)
     # Splitting an axis lets tensor=4 on an 8x8x8 torus take half of a ring.
     arrange = functools.partial(mesh_utils.create_device_mesh, allow_split_physical_axes=True)
     in_slice = (sizes["data"] // config.slices, sizes["fsdp"], sizes["tensor"])
@@ -86,29 +73,19 @@ def make_mesh(devices: Sequence[jax.Device], config: ParallelConfig, model: GPTC
         # Each part of the axis `data` adds up the gradients of its own micro-batches first: otherwise the compiler
         # all-reduces the gradients of every layer and micro-batch.
         if accumulates and sizes["data"] > 1:
-            step = jax.shard_map(
-                functools.partial(step, mean=lambda sums: jax.lax.pmean(sums, "data")),
-                mesh=mesh,
-                in_specs=(P(), P("data"), P()),
-                out_specs=P(),
-                axis_names={"data"},
-                check_vma=False,  # the compiler partitions the other axes
-            )
-        return jax.jit(
-            step,
-            donate_argnums=0,
-            out_shardings=(shardings, replicated),
-            compiler_options=GPU_OPTIONS if mesh.devices.flat[0].platform == "gpu" else None,
-        )
+            own = functools.partial(step, mean=lambda sums: jax.lax.pmean(sums, "data"))
+            step = _map(own, mesh, {"data"}, in_specs=(P(), P("data"), P()), out_specs=P())
+        options = GPU_OPTIONS if mesh.devices.flat[0].platform == "gpu" else None
+        return jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated), compiler_options=options)
 
     def local_rows(B: int) -> np.ndarray:
         parts = batches.addressable_devices_indices_map((B, 1)).values()
         return np.unique(np.concatenate([np.arange(B)[part[0]] for part in parts if part is not None]))
 
+    over = f" over {config.slices} slices" if config.slices > 1 else ""
+    shape = " x ".join(f"{axis}={n}" for axis, n in sizes.items())
     return Strategy(
-        name="mesh of "
-        + " x ".join(f"{name}={n}" for name, n in sizes.items())
-        + (f" over {config.slices} slices" if config.slices > 1 else ""),
+        name=f"mesh of {shape}{over}",
         devices=tuple(mesh.devices.flat),
         data_parallel_size=sizes["data"] * sizes["fsdp"],
         sharding_hooks=_sharding_hooks(mesh),
@@ -122,10 +99,27 @@ def make_mesh(devices: Sequence[jax.Device], config: ParallelConfig, model: GPTC
     )
 
 
+def divide_devices(count: int, config: ParallelConfig) -> dict[str, int]:
+    """Return the size of each axis of a mesh of `count` devices. Raises `UserError` if they do not fit."""
+    sizes = {"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor}
+    known = math.prod(sizes.values())  # negative: one of them is -1
+    rest, left_over = divmod(count, abs(known))
+    if left_over or (known > 0 and rest > 1):
+        given = " x ".join(f"{axis}={n}" for axis, n in sizes.items())
+        rule = f"each size must divide {count}, and at most one may be -1 (the devices that the others leave)"
+        said = f"parallel {given} does not make the {count} devices there are"
+        raise UserError(f"{said}: {rule}. Or take --parallel.strategy auto")
+    sizes = {axis: rest if n == -1 else n for axis, n in sizes.items()}
+    if sizes["data"] % config.slices:
+        problem = f"parallel.slices={config.slices} does not divide parallel.data={sizes['data']}"
+        raise UserError(f"{problem}: take a number that does, or --parallel.strategy auto")
+    return sizes
+
+
 def check_divisible(model: GPTConfig, sizes: Mapping[str, int]) -> None:
     """Raise `UserError` unless every logical axis divides over its devices: otherwise JAX replicates the array."""
     shape, both = model.shape, "fsdp x tensor"
-    counts = dict(sizes) | {both: sizes["fsdp"] * sizes["tensor"]}
+    counts = {**sizes, both: sizes["fsdp"] * sizes["tensor"]}
     checks = {("n_embd", "fsdp"): model.n_embd, ("n_head", "tensor"): model.n_head}
     checks |= {("n_kv_head", "tensor"): shape.n_kv_head, ("mlp_dim", "tensor"): shape.mlp_dim}
     checks["vocab_size", "tensor"] = model.vocab_size or 0
@@ -135,7 +129,8 @@ def check_divisible(model: GPTConfig, sizes: Mapping[str, int]) -> None:
     if model.bias:
         checks["mlp_dim", both] = shape.mlp_dim
     for (field, axis), size in checks.items():
-        if size % (n := counts[axis]):
+        n = counts[axis]
+        if size % n:
             near = near_multiples(size, n)
             raise UserError(f"model.{field}={size} does not divide over parallel.{axis}={n}: take model.{field}={near}")
 
@@ -168,26 +163,39 @@ def split_slices(devices: Sequence[jax.Device], slices: int) -> list[list[jax.De
     return [[d for d in devices if _slice_index(d) == index] for index in indices]
 
 
+def _map(function: Callable, mesh: Mesh | AbstractMesh, axes: set[str], *, in_specs: Any, out_specs: P) -> Callable:
+    """Return a function of each device's own arrays along `axes`. The compiler shards over the other axes."""
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=axes,
+        check_vma=False,  # neither Pallas kernels nor all_gather say over which axes their results vary
+    )
+
+
+def _free_axes(mesh: Mesh) -> tuple[Mesh | AbstractMesh, tuple[str, ...]]:
+    """Return the mesh and its axes over which rows are still to be sharded: inside a map, those that are left."""
+    current = jax.sharding.get_abstract_mesh()
+    rows = tuple(axis for axis in BATCH_SPEC[0] if axis not in current.manual_axes)
+    return current if current.manual_axes else mesh, rows
+
+
 def _shard_attention(mesh: Mesh, attention_fn: AttentionFn) -> AttentionFn:
     """Return the kernel under `shard_map`, since jit cannot shard it: each device takes its own rows and heads."""
 
     def sharded_attention(q_BTNH, k_BSKH, v_BSKH, scores=DEFAULT_SCORES, *, segments_BT=None, key=None):
-        free, rows = _free_axes(mesh)
-        rows_heads = P(rows, None, "tensor", None)
-
         def attend(q_BTNH, k_BSKH, v_BSKH, key, segments_BT):
             if key is not None:
                 key = jax.random.fold_in(key, jax.lax.axis_index(MESH_AXES))
             return attention_fn(q_BTNH, k_BSKH, v_BSKH, scores, segments_BT=segments_BT, key=key)
 
-        return jax.shard_map(
-            attend,
-            mesh=free,
-            in_specs=(rows_heads, rows_heads, rows_heads, P(), P(rows)),
-            out_specs=rows_heads,
-            axis_names={*rows, "tensor"},
-            check_vma=False,  # Pallas kernels do not declare over which axes their results vary
-        )(q_BTNH, k_BSKH, v_BSKH, key, segments_BT)
+        free, rows = _free_axes(mesh)
+        heads = P(rows, None, "tensor", None)
+        in_specs = (heads, heads, heads, P(), P(rows))
+        mapped = _map(attend, free, {*rows, "tensor"}, in_specs=in_specs, out_specs=heads)
+        return mapped(q_BTNH, k_BSKH, v_BSKH, key, segments_BT)
 
     return sharded_attention
 
@@ -219,23 +227,24 @@ def _shard_params(mesh: Mesh, params: Params, config: GPTConfig) -> Any:
     def shard(path: tuple, x: Any) -> NamedSharding:
         names = tuple(entry.key for entry in path)
         spec = find_spec(names, x.ndim, config)
-        if spec is None or not _divides(mesh, spec, x.shape):
-            spec = P(*config.shard_parameter(names, x.shape, fsdp=mesh.shape["fsdp"]))
-            if not _divides(mesh, spec, x.shape):
-                problem = f"{x.shape} does not divide over {dict(mesh.shape)}"
-                raise UserError(f"shard_parameter says {tuple(spec)} of {'/'.join(names)}: {problem}")
-        return NamedSharding(mesh, spec)
+        if spec is not None and _divides(mesh, spec, x.shape):
+            return NamedSharding(mesh, spec)
+        spec = P(*config.shard_parameter(names, x.shape, fsdp=mesh.shape["fsdp"]))
+        if _divides(mesh, spec, x.shape):
+            return NamedSharding(mesh, spec)
+        problem = f"{x.shape} does not divide over {dict(mesh.shape)}"
+        raise UserError(f"shard_parameter says {tuple(spec)} of {'/'.join(names)}: {problem}")
 
     return jax.tree.map_with_path(shard, params)
 
 
 def _divides(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> bool:
     """Return whether a shape has the axes of a spec, and each is divisible over its devices."""
-    over = [axes if isinstance(axes, tuple) else (axes,) for axes in spec]
-    sizes = [math.prod(mesh.shape[axis] for axis in axes if axis is not None) for axes in over]
-    if len(spec) > len(shape):
+    try:
+        NamedSharding(mesh, spec).shard_shape(shape)
+    except ValueError:
         return False
-    return all(n % size == 0 for n, size in zip(shape, sizes, strict=False))
+    return True
 
 
 def _state_shardings(
@@ -268,13 +277,6 @@ def _state_shardings(
     return TrainState(params=params, opt_state=opt_state, frozen_params=frozen_params, **counters)
 
 
-def _free_axes(mesh: Mesh) -> tuple[Mesh | AbstractMesh, tuple[str, ...]]:
-    """Return the mesh and its axes over which rows are still to be sharded: inside a shard_map, those that are left."""
-    current = jax.sharding.get_abstract_mesh()
-    rows = tuple(axis for axis in BATCH_SPEC[0] if axis not in current.manual_axes)
-    return current if current.manual_axes else mesh, rows
-
-
 def _sharding_hooks(mesh: Mesh) -> ShardingHooks:
     """Return hooks that keep activations sharded by rows, like the batch: the compiler might shard them by D."""
 
@@ -296,24 +298,20 @@ def _sharding_hooks(mesh: Mesh) -> ShardingHooks:
             return jax.lax.psum(jnp.where(here_BT[..., None], x_BTD, 0.0), "tensor")
 
         free, rows = _free_axes(mesh)
-        return jax.shard_map(
-            embed_locally,
-            mesh=free,
-            in_specs=(P("tensor", "fsdp"), P(rows)),
-            out_specs=P(rows),
-            axis_names={*rows, "tensor"},
-            check_vma=False,  # JAX assumes that the result of all_gather varies over fsdp
-        )(table_VD, tokens_BT)
+        in_specs = (P("tensor", "fsdp"), P(rows))
+        mapped = _map(embed_locally, free, {*rows, "tensor"}, in_specs=in_specs, out_specs=P(rows))
+        return mapped(table_VD, tokens_BT)
 
     def reduce_loss(function: Callable) -> Callable:
         """Return `function` for sharded rows: each device gathers the parameters once and sums over its own rows first.
 
-        Without this hook, the compiler all-reduces the parameters' gradient for every chunk of the loss.
+        Without this hook, the compiler all-reduces the parameters' gradient for every chunk of the loss. It shards the
+        vocabulary over `tensor`.
         """
 
         def reduce(params, *arrays):
             free, rows = _free_axes(mesh)
-            widths = {name: 0 if name == "lm_head" else 1 for name in params}  # the axis of D in a matrix of that name
+            widths = {name: 0 if name == "lm_head" else 1 for name in params}  # the axis of D in such a matrix
             specs = {name: P(*[None] * axis, "fsdp") for name, axis in widths.items()}
 
             def reduce_locally(params, *arrays):
@@ -322,14 +320,8 @@ def _sharding_hooks(mesh: Mesh) -> ShardingHooks:
                     params = params | {name: jax.tree.map(gather, params[name])}
                 return jax.lax.psum(function(params, *arrays), rows)
 
-            return jax.shard_map(
-                reduce_locally,
-                mesh=free,
-                in_specs=(specs, *([P(rows)] * len(arrays))),
-                out_specs=P(),
-                axis_names={*rows},  # the compiler shards the vocabulary over `tensor`
-                check_vma=False,
-            )(params, *arrays)
+            in_specs = (specs, *([P(rows)] * len(arrays)))
+            return _map(reduce_locally, free, {*rows}, in_specs=in_specs, out_specs=P())(params, *arrays)
 
         return reduce
 

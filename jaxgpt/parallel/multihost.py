@@ -117,31 +117,6 @@ def _store() -> Any:
     return distributed.global_state.client
 
 
-def on_process_0(function: Callable[[], int]) -> int:
-    """Call `function` in process 0 and return its result, an integer, in all processes.
-
-    If it raises `UserError`, all processes raise one with the same message. All processes must make these calls, in
-    the same order.
-    """
-    words = ""
-    if is_process_0():
-        try:
-            found = function()
-            assert type(found) is int, found
-            words = str(found)
-        except UserError as e:
-            words = f"no: {e}"
-    if is_multiprocess():
-        key = f"jaxgpt/leader/{next(_asked)}"
-        if is_process_0():
-            _store().key_value_set(key, words)
-        else:
-            words = _store().blocking_key_value_get(key, WEEK)
-    if words.startswith("no: "):
-        raise UserError(words.removeprefix("no: "))
-    return int(words)
-
-
 def exit_now(status: int) -> NoReturn:
     """End this process at once: a normal exit would wait for the others."""
     for stream in (sys.stdout, sys.stderr):
@@ -155,15 +130,14 @@ def exit_now(status: int) -> NoReturn:
 @contextlib.contextmanager
 def raise_on_all() -> Iterator[None]:
     """Raise the `UserError` of any process in all of them, once each has come to the end of the context."""
+    if not is_multiprocess():
+        yield
+        return
     key, words = f"jaxgpt/checked/{next(_asked)}", ""
     try:
         yield
     except UserError as e:
-        if not is_multiprocess():
-            raise
         words = str(e)
-    if not is_multiprocess():
-        return
     store = _store()
     store.key_value_set(f"{key}/{jax.process_index()}", words)
     others = (store.blocking_key_value_get(f"{key}/{process}", WEEK) for process in range(jax.process_count()))
@@ -172,6 +146,25 @@ def raise_on_all() -> Iterator[None]:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             store.wait_at_barrier(f"{key}/read", HEARTBEAT * 1000)
         raise UserError(said)
+
+
+def on_process_0(function: Callable[[], int]) -> int:
+    """Call `function` in process 0 and return its result, an integer, in all processes.
+
+    If it raises `UserError`, all processes raise one with the same message. All processes must make these calls, in
+    the same order.
+    """
+    found = 0
+    with raise_on_all():
+        if is_process_0():
+            found = function()
+            assert type(found) is int, found
+    if not is_multiprocess():
+        return found
+    key = f"jaxgpt/found/{next(_asked)}"
+    if is_process_0():
+        _store().key_value_set(key, str(found))
+    return int(_store().blocking_key_value_get(key, WEEK))
 
 
 @contextlib.contextmanager

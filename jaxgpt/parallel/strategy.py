@@ -20,7 +20,6 @@ from jaxgpt.layers.kernels.plain import AttentionFn
 from jaxgpt.model import GPTConfig
 from jaxgpt.train import TrainState
 
-InitFn = Callable[..., TrainState]  # (key, params to start from or None) -> the state of step 0
 StepFn = Callable[..., tuple[TrainState, dict[str, Any]]]  # (state, batch, key) -> (state, metrics)
 EvalFn = Callable[..., tuple[jax.Array, jax.Array]]  # (params, batch) -> (summed nats, number of targets)
 ONE_DEVICE = "one device"  # name of the strategy for one
@@ -81,10 +80,7 @@ class BatchSplit:
 
 
 def split_batch(batch_size: int, data_parallel_size: int, config: ParallelConfig) -> BatchSplit:
-    """Split a batch into the largest micro-batches that the configuration allows and that divide each device's part.
-
-    Raises `UserError` if the batch does not divide over the devices.
-    """
+    """Split a batch into the largest micro-batches that fit. Raises `UserError` if it does not divide over the devices."""
     if batch_size % data_parallel_size:
         near = near_multiples(batch_size, data_parallel_size)
         remedy = f"take --train.batch-size {near}, or fewer devices (--parallel.strategy single)"

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from flax import traverse_util
 
 from jaxgpt.batch import Batch
 from jaxgpt.config.validate import short_repr
@@ -19,21 +20,10 @@ from jaxgpt.lora import freeze, init_adapters, join_adapters, thaw, thawed_shape
 from jaxgpt.loss import ObjectiveConfig, chunked_next_token_loss
 from jaxgpt.model import GPT
 from jaxgpt.optim import OptimConfig
-from jaxgpt.parallel.device import ComputeOptions, compute_options, count_parameters
-from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.parallel.pmap import make_pmap
-from jaxgpt.parallel.strategy import (
-    BatchSplit,
-    EvalFn,
-    InitFn,
-    StepFn,
-    Strategy,
-    make_single,
-    split_batch,
-    with_shardings,
-)
-from jaxgpt.sample.quantize import find_own_modules
-from jaxgpt.train import Metrics, Params, TrainState, eval_step, init_state, train_step
+from jaxgpt.parallel.device import ComputeOptions, compute_options
+from jaxgpt.parallel.limits import count_parameters
+from jaxgpt.parallel.strategy import BatchSplit, EvalFn, StepFn, Strategy, make_single, split_batch, with_shardings
+from jaxgpt.train import LossFn, Metrics, Params, TrainState, eval_step, init_state, train_step
 
 # Steps and batches that the device may still compute while the host goes on. On CPU `configure_jax` turns asynchronous
 # dispatch off. Elsewhere two hide the host's work. More would only queue memory, and several fake devices on few cores
@@ -50,7 +40,7 @@ class Trainer:
     model: GPT  # the model, with the dtype, kernel and sharding hooks for the devices
     strategy: Strategy
     split: BatchSplit
-    init_state: InitFn  # (key, params=None) -> the state of step 0
+    init_state: Callable[..., TrainState]  # (key, params to start from or None) -> the state of step 0
     train_step: StepFn  # (state, batch, key) -> (state, metrics). It donates the old state
     eval_step: EvalFn  # (params, batch) -> (summed nats, number of targets)
     objective: ObjectiveConfig  # what training minimises
@@ -85,70 +75,69 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     not changed since is replaced if these devices do not support it. None means a new run. Raises `UserError` if sizes do
     not divide over the devices, or if these do not support what is asked for.
     """
-    train, lora = experiment.train, experiment.lora
+    config, train, optim, lora = experiment.model, experiment.train, experiment.optim, experiment.lora
     device = None if devices is None else devices[0]
     required = recorded is None or train.attention != recorded.train.attention
-    options = compute_options(experiment.model, train, device, is_packed=experiment.data.is_packed, required=required)
+    options = compute_options(config, train, device, is_packed=experiment.data.is_packed, required=required)
     strategy, split = choose_strategy(experiment, devices, is_resumed=recorded is not None)
-    chunk, head_loss = experiment.parallel.loss_chunk, None
-    if chunk is not None and chunk < experiment.model.block_size:
-        head_loss = functools.partial(chunked_next_token_loss, chunk=chunk)
     attention_fn = strategy.shard_attention(options.attention_fn)
-    model = experiment.model.make_model(Compute(options.dtype, attention_fn, strategy.sharding_hooks))
-
-    def adapt(key: jax.Array, params: Params) -> tuple[Params, Params]:
-        return init_adapters(lora, key, params), freeze(lora, params)
-
-    def merge(params: Params, frozen_params: Params | None) -> Params:
-        return params if frozen_params is None else join_adapters(lora, params, frozen_params)
-
-    optimizer = experiment.optim.make_optimizer(train.steps, model=experiment.model)
-    schedule = experiment.optim.make_schedule(train.steps)
-    init = functools.partial(
-        init_state, model, optimizer, adapt=None if lora.rank is None else adapt, batch_size=strategy.data_parallel_size
-    )
-    shapes = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0), None)
-    if lora.rank is not None and experiment.model.is_foreign:
-        _check_adapters(model, shapes.params)
-    shardings = jax.tree.broadcast(strategy.state_shardings(shapes, experiment.model, optimizer), shapes)
-    make_loss = functools.partial(experiment.objective.make_loss, model, head_loss=head_loss)
-    loss_fn, eval_fn = make_loss(label_smoothing=experiment.optim.label_smoothing), make_loss()
+    model = config.make_model(Compute(options.dtype, attention_fn, strategy.sharding_hooks))
+    optimizer = optim.make_optimizer(train.steps, model=config)
+    init = functools.partial(init_state, model, optimizer, batch_size=strategy.data_parallel_size)
     if lora.rank is not None:
-        loss_fn, eval_fn = with_adapters(loss_fn), with_adapters(eval_fn)
+        init = functools.partial(init, adapt=lambda key, x: (init_adapters(lora, key, x), freeze(lora, x)))
+    shapes = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0), None)
+    if lora.rank is not None and config.is_foreign:
+        _check_adapters(model, shapes.params)
+    shardings = jax.tree.broadcast(strategy.state_shardings(shapes, config, optimizer), shapes)
 
-    def report(grads: Params, updates: Params, opt_state: Any) -> Metrics:
-        norms = layer_norms(grads) if train.log_layers else {}
-        return experiment.optim.metrics(grads, updates, opt_state) | norms
-
-    def eval_params(state: TrainState) -> Params:
-        return experiment.optim.eval_params(state.opt_state, state.params)
-
+    loss_fn, eval_fn = make_losses(experiment, model)
+    merge = functools.partial(join_adapters, lora)
     step = functools.partial(
         train_step,
         loss_fn=loss_fn,
         optimizer=optimizer,
-        schedule=schedule,
+        schedule=optim.make_schedule(train.steps),
         grad_accum_steps=split.grad_accum_steps,
         merge=merge,
-        report=report,
+        report=functools.partial(report_step, experiment),
     )
-    tokens = strategy.abstract_tokens(train.batch_size, experiment.model.block_size)
+    adds_up = split.grad_accum_steps > 1 and not config.dropout
+    eval_params = None
+    if type(optim).eval_params is not OptimConfig.eval_params:
+        eval_params = jax.jit(lambda state: optim.eval_params(state.opt_state, state.params))
     return Trainer(
         options=options,
         model=model,
         strategy=strategy,
         split=split,
         init_state=jax.jit(init, out_shardings=shardings),  # each array is created directly with its sharding
-        train_step=strategy.jit_train_step(
-            step, shardings, split.grad_accum_steps > 1 and not experiment.model.dropout
-        ),
+        train_step=strategy.jit_train_step(step, shardings, adds_up),
         eval_step=strategy.jit_eval_step(functools.partial(eval_step, loss_fn=eval_fn)),
         objective=experiment.objective,
         merge=merge,
-        eval_params=None if type(experiment.optim).eval_params is OptimConfig.eval_params else jax.jit(eval_params),
+        eval_params=eval_params,
         abstract_state=with_shardings(shapes, strategy.checkpoint_sharding or shardings),
-        abstract_batch=experiment.data.shape_batch(tokens),
+        abstract_batch=experiment.data.shape_batch(strategy.abstract_tokens(train.batch_size, config.block_size)),
     )
+
+
+def make_losses(experiment: Experiment, model: GPT) -> tuple[LossFn, LossFn]:
+    """Return the loss that training minimises, and the one that a validation measures, without label smoothing."""
+    chunk, head_loss = experiment.parallel.loss_chunk, None
+    if chunk is not None and chunk < experiment.model.block_size:
+        head_loss = functools.partial(chunked_next_token_loss, chunk=chunk)
+    make_loss = functools.partial(experiment.objective.make_loss, model, head_loss=head_loss)
+    loss_fn, eval_fn = make_loss(label_smoothing=experiment.optim.label_smoothing), make_loss()
+    if experiment.lora.rank is None:
+        return loss_fn, eval_fn
+    return with_adapters(loss_fn), with_adapters(eval_fn)
+
+
+def report_step(experiment: Experiment, grads: Params, updates: Params, opt_state: Any) -> Metrics:
+    """Return the metrics of a step that the experiment asks for, besides those of every step."""
+    norms = layer_norms(grads) if experiment.train.log_layers else {}
+    return experiment.optim.metrics(grads, updates, opt_state) | norms
 
 
 def layer_norms(tree: Params) -> Metrics:
@@ -162,13 +151,13 @@ def layer_norms(tree: Params) -> Metrics:
 
 def _check_adapters(model: GPT, adapters: Params) -> None:
     """Raise `UserError` for an adapter of a module that is not jaxgpt's `Dense`: nothing would add it."""
+    from jaxgpt.sample.quantize import find_own_modules
+
     own = find_own_modules(model)
-    for path, _ in jax.tree.leaves_with_path(adapters):
-        names = tuple(str(entry.key) for entry in path[:-1])
-        if names not in own:
-            raise UserError(
-                f"lora.targets has {'/'.join(names)}: only jaxgpt.layers.linear.Dense adds adapters to its kernel"
-            )
+    needs = "only jaxgpt.layers.linear.Dense adds adapters to its kernel"
+    for *names, _ in traverse_util.flatten_dict(adapters):
+        if tuple(names) not in own:
+            raise UserError(f"lora.targets has {'/'.join(names)}: {needs}")
 
 
 def gather_params(trainer: Trainer, state: TrainState, merge: Callable[..., Params] | None = None) -> Params | None:
@@ -217,8 +206,12 @@ def choose_strategy(
         given = f"data={parallel.data}, fsdp={parallel.fsdp}, tensor={parallel.tensor}, slices={parallel.slices}"
         raise UserError(f"parallel.{given} need --parallel.strategy mesh, not {name}: name it, or leave them out")
     if name == "mesh":
+        from jaxgpt.parallel.mesh import make_mesh  # several devices' modules, which one device does not need
+
         strategy = make_mesh(present, parallel, experiment.model)
     elif name == "pmap":
+        from jaxgpt.parallel.pmap import make_pmap
+
         strategy = make_pmap(devices)
     elif devices is None and jax.process_count() > 1:
         raise UserError(f"parallel.strategy=single with {jax.process_count()} processes: take pmap or mesh")

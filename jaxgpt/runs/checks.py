@@ -24,11 +24,9 @@ from jaxgpt.experiment import Experiment
 from jaxgpt.lora import with_adapters
 from jaxgpt.loss import ObjectiveConfig
 from jaxgpt.model import GPTConfig
-from jaxgpt.parallel.device import count_parameters
+from jaxgpt.parallel.limits import count_parameters
 from jaxgpt.parallel.trainer import Trainer
-from jaxgpt.runs.autopsy import Modules, find_first_bad, watch_calls
 from jaxgpt.runs.code import find_place, name_with_place, own_classes, place_of
-from jaxgpt.sample.cache import jit_once
 
 LOG = logging.getLogger(__name__)
 LARGEST_CHECKED = 2**28  # parameters of a model that is also run on one device, in float32, before it is trained
@@ -178,6 +176,9 @@ def check_model(experiment: Experiment, batch: Batch) -> None:
     The next token's loss would reward a model that reads later tokens. One row is read twice, with other tokens in its
     second half. An objective of the user's own may want such a model: then this is only a warning.
     """
+    from jaxgpt.runs.autopsy import Modules, find_first_bad, watch_calls
+    from jaxgpt.sample.cache import jit_once
+
     # Without scan and remat: an interceptor may not leave their traces.
     model: Any = dataclasses.replace(experiment.model, scan_layers=False, remat="none").make_model()
     if count_parameters(model.shapes()) > LARGEST_CHECKED or batch.inputs_BT.shape[1] < 2:

@@ -205,7 +205,7 @@ def write_metadata(
     model, `origin` the weights that the run starts from. See `Dataset` for `tokenizer_config`.
     """
     from jaxgpt.data.template import write_template
-    from jaxgpt.parallel.device import device_kind
+    from jaxgpt.parallel.jax_setup import first_device
 
     alone = dataclasses.replace(experiment.parallel, **ALONE)
     program, *options = sys.argv or [""]
@@ -219,7 +219,7 @@ def write_metadata(
         "imported": imported,
         "origin": None if origin is None else to_dict(origin),
         "versions": installed_versions(),
-        "device": device_kind(),
+        "device": first_device().device_kind,
         "command": shell_line(*words) if name else None,
     }
     if (code := own_code(experiment)) is not None:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxgpt.errors import shell_line
 from jaxgpt.experiment import Experiment
 from jaxgpt.parallel import multihost
-from jaxgpt.parallel.device import PEAKS, device_kind, train_flops_per_token
+from jaxgpt.parallel.limits import PEAKS, train_flops_per_token
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.metrics import MetricsFile, plot_losses, read_metrics
 from jaxgpt.train import Metrics, why_skipped
@@ -50,7 +50,7 @@ class RunLog:
         self._tokens_per_step = experiment.train.batch_size * experiment.model.block_size
         self.val_losses: dict[str, float] = {}  # the sources' of a mixture, at the next validation to be logged
         self.lines = read_metrics(directory / "metrics.jsonl")  # losses of this session are appended
-        limits = PEAKS.get(device_kind())  # None for an unknown device, without MFU
+        limits = PEAKS.get(trainer.strategy.devices[0].device_kind)  # None for an unknown device, without MFU
         flops = train_flops_per_token(experiment.model, *trainer.parameters)
         self._mfu_of_rate = None
         if limits is not None and flops is not None:

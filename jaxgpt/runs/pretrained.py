@@ -8,28 +8,26 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxgpt.config.serialize import class_name
-from jaxgpt.data.conversations import Conversations
 from jaxgpt.data.dataset import DataConfig
 from jaxgpt.errors import UserError
-from jaxgpt.experiment import Experiment
+from jaxgpt.experiment import CONTEXT_OF_WEIGHTS, Experiment
 from jaxgpt.files import is_there, sha256
-from jaxgpt.hf.source import Source, find_directory, open_source
-from jaxgpt.hf.weights import read_params
 from jaxgpt.lora import init_adapters, merge_adapters
 from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.strategy import with_shardings
-from jaxgpt.presets import CONTEXT_OF_WEIGHTS
 from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
 from jaxgpt.runs.directory import Origin, RunMetadata, check_same_tokenizer, is_run, read_metadata
-from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.train import Params
+
+if TYPE_CHECKING:  # what reads Hugging Face's format is imported for such weights only
+    from jaxgpt.hf.source import Source
 
 OWN = ("dropout", "scan_layers", "remat")  # fields that the experiment decides, not the weights it starts from
 
@@ -48,18 +46,15 @@ class Weights:
     def sha256(self) -> str:
         """Return the digest of the files with the weights."""
         if self.source is not None:
-            files = sorted({str(tensor.file) for tensor in self.source.tensors.values()})
-            parts = [sha256(file) for file in files]
+            parts = [sha256(file) for file in sorted({str(x.file) for x in self.source.tensors.values()})]
         else:
             assert self.step is not None
-            manifest = open_checkpoints(self.directory).manifest(self.step)
-            parts = [json.dumps(manifest["files"], sort_keys=True)]
+            parts = [json.dumps(open_checkpoints(self.directory).manifest(self.step)["files"], sort_keys=True)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def describe(self, model: GPTConfig) -> Origin:
         """Return the record of these weights in a run that starts from them. model: the run's."""
-        directory = str(self.directory.resolve())
-        return Origin(directory=directory, step=self.step, sha256=self.sha256(), model=model)
+        return Origin(directory=str(self.directory.resolve()), step=self.step, sha256=self.sha256(), model=model)
 
     def read(self, like: Params) -> Params:
         """Return the parameters in float32, with the stacking, context length and shardings of `like`."""
@@ -72,6 +67,8 @@ class Weights:
             else:
                 places[path] = x.sharding
         if self.source is not None:
+            from jaxgpt.hf.weights import read_params
+
             tensors, family = self.source.tensors, self.source.family
             params = read_params(tensors, family, self.config, dtype=jnp.float32, places=places)
         else:
@@ -85,6 +82,8 @@ class Weights:
 
     def _restore_unstacked(self, places: dict[str, Sharding]) -> Params:
         """Return the run's parameters with unstacked layers. places: the sharding of each, by path."""
+        from jaxgpt.sample.quantize import unstack_layers
+
         assert self.metadata is not None and self.step is not None
         model = self.metadata.model.make_model()
 
@@ -96,26 +95,26 @@ class Weights:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         like = jax.tree.map_with_path(with_sharding, model.shapes())
-        checkpoints = open_checkpoints(self.directory)
-        params = restore_merged_params(self.metadata, checkpoints, self.step, like)
+        params = restore_merged_params(self.metadata, open_checkpoints(self.directory), self.step, like)
         return unstack_layers(model, params)[1]
 
 
-def open_weights(name: str, *, step: int | None = None, tokenizer: str | None = None) -> Weights:
+def open_weights(
+    name: str, *, step: int | None = None, tokenizer: str | None = None, downloads: bool = True
+) -> Weights:
     """Open weights and check them. Raises `UserError` if they are missing or damaged.
 
-    Args:
-        name: a run directory, the directory of a model in Hugging Face's format, or an id on the Hub.
-        step: the step of a run's checkpoint. None means the best.
-        tokenizer: the tokenizer of a model in Hugging Face's format: see `open_source`.
+    name: a run directory, the directory of a model in Hugging Face's format, or an id on the Hub.
+    step: the step of a run's checkpoint. None means the best. tokenizer, downloads: see `hf.source.open_source`.
     """
     directory = Path(name)
     remedy = "Name a run, or a model's directory, with --train.init-from."
     if not (is_there(directory, remedy) and is_run(directory)):
-        source = open_source(name, tokenizer)
-        directory, config = source.directory, source.config
-        file = tokenizer or str(directory / "tokenizer.json")
-        return Weights(directory=directory, config=config, tokenizer=file, source=source)
+        from jaxgpt.hf.source import open_source
+
+        source = open_source(name, tokenizer, downloads=downloads)
+        file = tokenizer or str(source.directory / "tokenizer.json")
+        return Weights(directory=source.directory, config=source.config, tokenizer=file, source=source)
     metadata, checkpoints = read_metadata(directory), open_checkpoints(directory)
     checkpoints.check_depth(metadata.model)
     good = checkpoints.latest_valid("best") if step is None else checkpoints.latest_valid(before=step + 1)
@@ -167,6 +166,8 @@ def open_context(data: DataConfig, model: GPTConfig) -> int:
     most = min(1024, model.block_size)
     if not data.is_chat:
         return most
+    from jaxgpt.data.conversations import Conversations
+
     dataset = data.open_dataset(dataclasses.replace(model, block_size=most))
     longest = max(int(s.needed.max()) for s in (dataset.train, dataset.val) if isinstance(s, Conversations))
     return min(most, -(-longest // 64) * 64)
@@ -182,10 +183,8 @@ def load_base(metadata: RunMetadata, name: str | None = None) -> Weights:
     assert name is not None and origin is not None
     tokenizer = str(metadata.experiment.data.tokenizer)  # a copy, since the model's may be gone
     beside = metadata.directory.absolute().parent / Path(origin.directory).name  # if both were copied here
-    location = next((path for path in (origin.directory, name, beside) if os.path.exists(path)), None)
-    if location is None:
-        location = find_directory(name, downloads=False)
-    found = open_weights(str(location), step=origin.step, tokenizer=tokenizer)
+    location = next((path for path in (origin.directory, name, beside) if os.path.exists(path)), name)
+    found = open_weights(str(location), step=origin.step, tokenizer=tokenizer, downloads=False)
     if found.sha256() != origin.sha256:
         raise UserError(f"{found.directory} holds other weights than the run began from: restore those")
     return found

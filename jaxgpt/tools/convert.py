@@ -39,7 +39,7 @@ from jaxgpt.hf.source import (
     tokenizer_json,
 )
 from jaxgpt.hf.weights import DTYPES, SHARD, read_params, to_peft, to_tensors, write, write_file
-from jaxgpt.parallel.device import count_parameters
+from jaxgpt.parallel.limits import count_parameters
 from jaxgpt.parallel.multihost import whole_everywhere
 from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.run import Run, load_run

@@ -22,7 +22,7 @@ import numpy as np
 from jaxgpt.config.validate import Count, Fraction, Interval, check_count, check_value
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, parse_json, render_json
-from jaxgpt.parallel.device import device_kind
+from jaxgpt.parallel.jax_setup import first_device
 from jaxgpt.parallel.trainer import fit_devices, gather_params
 from jaxgpt.runs.autopsy import NonFiniteReport, debug_step, format_report
 from jaxgpt.runs.checkpoint import CorruptCheckpoint, open_checkpoints
@@ -214,7 +214,10 @@ def audit(
     experiment = dataclasses.replace(metadata.experiment, data=config)
     remedy = "to audit it, name that text with --data"
     training = open_training(fit_devices(experiment), metadata.directory, metadata, remedy=remedy)
-    here, there = installed_versions() | {"device": device_kind()}, metadata.versions | {"device": metadata.device}
+    here, there = (
+        installed_versions() | {"device": first_device().device_kind},
+        metadata.versions | {"device": metadata.device},
+    )
     elsewhere = [f"{name} {there.get(name)}, here {value}" for name, value in here.items() if there.get(name) != value]
     found = AuditResult(run=str(metadata.directory), tolerance=tolerance, steps=total, seed=seed, elsewhere=elsewhere)
     claims = _read_claims(training, found)

@@ -14,7 +14,7 @@ from jaxgpt.config.validate import Size, check_count
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import Result, new_file, render_json, write_whole
-from jaxgpt.parallel.device import count_parameters
+from jaxgpt.parallel.limits import count_parameters
 from jaxgpt.run import Run, load, load_run
 from jaxgpt.runs.checkpoint import open_checkpoints
 from jaxgpt.runs.directory import find_run

@@ -20,8 +20,8 @@ from jaxgpt.cli.sample import sample
 from jaxgpt.cli.train import choose_context, label_own_text
 from jaxgpt.data.dataset import DataConfig
 from jaxgpt.data.tokenizer import CharTokenizer, fingerprint
-from jaxgpt.experiment import TrainConfig
-from jaxgpt.presets import CONTEXT_OF_WEIGHTS, finetune, quickstart
+from jaxgpt.experiment import CONTEXT_OF_WEIGHTS, TrainConfig
+from jaxgpt.presets import finetune, quickstart
 from jaxgpt.run import SampleOptions
 from tests.conftest import REPOSITORY
 from tests.helpers import chat_file, edit_record, run_command, script

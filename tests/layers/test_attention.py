@@ -11,7 +11,7 @@ from jaxgpt.layers.kernels import plain
 from jaxgpt.layers.kernels.plain import DEFAULT_SCORES, Scores, cap_scores, plain_attention
 from jaxgpt.layers.linear import Dense
 from jaxgpt.model import GPTConfig
-from jaxgpt.parallel.device import KERNELS
+from jaxgpt.parallel.device import find_kernel
 from tests.conftest import SIZES
 from tests.helpers import DIMS, FLOAT32_REORDERED, out_and_gradients
 
@@ -23,7 +23,7 @@ def qkv(dims="BTNH", kv_dims="BTKH"):
 
 def attend(*qkv, scores=DEFAULT_SCORES, kernel="plain", **how):
     """A kernel in one compiled program: op by op it is dozens."""
-    return jax.jit(lambda *qkv: KERNELS[kernel](*qkv, scores, **how))(*qkv)
+    return jax.jit(lambda *qkv: find_kernel(kernel)(*qkv, scores, **how))(*qkv)
 
 
 def defined_attention(q_BTNH, k_BSKH, v_BSKH, scores):
@@ -73,7 +73,7 @@ def test_its_weights_are_what_it_makes_of_the_identity(how, long, monkeypatch):
 
 def test_kernels_have_the_same_gradients():
     def loss(kernel):
-        return jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(KERNELS[kernel](*x))), argnums=(0, 1, 2)))(*qkv())
+        return jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(find_kernel(kernel)(*x))), argnums=(0, 1, 2)))(*qkv())
 
     chex.assert_trees_all_close(loss("plain"), loss("xla"), **FLOAT32_REORDERED)
 

@@ -14,7 +14,7 @@ from jaxgpt.layers.kernels.native.build import why_not_native
 from jaxgpt.layers.kernels.native.product import native_product
 from jaxgpt.layers.kernels.plain import Scores, plain_attention
 from jaxgpt.model import GPTConfig
-from jaxgpt.parallel.device import KERNELS, compute_options
+from jaxgpt.parallel.device import compute_options, find_kernel
 from tests.helpers import out_and_gradients
 
 EQUAL = dict(rtol=1e-5, atol=1e-5)
@@ -74,9 +74,7 @@ def test_bfloat16_is_converted_and_dropout_is_the_plain_kernels():
     out = native_attention(q, k, v)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(out.astype(jnp.float32), plain_attention(q, k, v).astype(jnp.float32), atol=0.02)
-    dropped = [
-        kernel(q, k, v, Scores(dropout=0.5), key=jax.random.key(0)) for kernel in (KERNELS["native"], plain_attention)
-    ]
+    dropped = [find_kernel(name)(q, k, v, Scores(dropout=0.5), key=jax.random.key(0)) for name in ("native", "plain")]
     np.testing.assert_array_equal(*dropped)
 
 
@@ -107,7 +105,7 @@ def test_where_it_cannot_be_built(cxx, said, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", cxx)
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
     monkeypatch.setattr(attention, "why_not_native", why_not_native.__wrapped__)
-    monkeypatch.setattr("jaxgpt.parallel.device.why_not_native", why_not_native.__wrapped__)
+    monkeypatch.setattr("jaxgpt.layers.kernels.native.build.why_not_native", why_not_native.__wrapped__)
     model = GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=8)
     assert compute_options(model, TrainConfig()).attention == "plain"
     with pytest.raises(UserError) as e:

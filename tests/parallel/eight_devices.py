@@ -21,7 +21,7 @@ from jaxgpt.lora import LoraConfig
 from jaxgpt.loss import make_loss
 from jaxgpt.model import GPTConfig
 from jaxgpt.optim import OptimConfig
-from jaxgpt.parallel.device import bytes_per_device, count_parameters
+from jaxgpt.parallel.limits import bytes_per_device, count_parameters
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints

@@ -11,7 +11,9 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import TrainConfig
 from jaxgpt.model import GPTConfig
-from jaxgpt.parallel.device import PEAKS, check_memory, compute_options, first_device, memory_of
+from jaxgpt.parallel.device import compute_options
+from jaxgpt.parallel.jax_setup import first_device
+from jaxgpt.parallel.limits import PEAKS, check_memory, memory_of
 
 
 def device(platform, kind, capability=None):
@@ -81,7 +83,7 @@ def test_a_state_is_counted_as_it_is_placed(monkeypatch, spec, held):
     """Of 32 bytes over 8 devices each holds all, or an eighth; with 10 of activations."""
     place = NamedSharding(AbstractMesh((8,), ("devices",)), spec)
     state, devices = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=place), [object()] * 8
-    monkeypatch.setattr("jaxgpt.parallel.device.memory_of", lambda device: held + 10)
+    monkeypatch.setattr("jaxgpt.parallel.limits.memory_of", lambda device: held + 10)
     check_memory(state, 10, devices)
     with pytest.raises(UserError, match="need at least 0.0 GiB on each of 8 devices, which have"):
         check_memory(state, 11, devices)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 import jaxgpt.runs.log
-from jaxgpt.parallel.device import PEAKS
+from jaxgpt.parallel.limits import PEAKS
 from jaxgpt.runs.log import Clock, RunLog
 from jaxgpt.runs.metrics import plot_losses, read_metrics
 from tests.helpers import tiny_experiment
@@ -19,10 +19,11 @@ def test_the_rate_and_the_mfu(text_file, tmp_path, monkeypatch, capsys, quiet):
     Without a terminal a line is displayed where none was for QUIET seconds, also at a step that is not logged.
     """
     monkeypatch.setattr(jaxgpt.runs.log, "QUIET", quiet)
-    monkeypatch.setattr(jaxgpt.runs.log, "device_kind", lambda: "a device")
     monkeypatch.setitem(PEAKS, "a device", SimpleNamespace(flops=1e12))
     monkeypatch.setattr(jaxgpt.runs.log, "train_flops_per_token", lambda *_: 1e6)
-    trainer = SimpleNamespace(parameters=(), strategy=SimpleNamespace(devices=range(8)))
+    trainer = SimpleNamespace(
+        parameters=(), strategy=SimpleNamespace(devices=8 * [SimpleNamespace(device_kind="a device")])
+    )
     seen = []
     experiment = tiny_experiment(text_file, batch_size=16, log_every=2)
     log = RunLog(tmp_path, experiment, trainer, 3, [seen.append], show=True)

@@ -16,7 +16,7 @@ from jaxgpt.experiment import Experiment, ParallelConfig, TrainConfig
 from jaxgpt.lora import LoraConfig
 from jaxgpt.model import GPTConfig
 from jaxgpt.optim import OptimConfig
-from jaxgpt.parallel.device import KERNELS
+from jaxgpt.parallel.device import find_kernel
 from jaxgpt.run import load
 from jaxgpt.runs.directory import read_metadata, write_metadata
 from jaxgpt.runs.metrics import read_metrics
@@ -71,7 +71,7 @@ def test_a_run_of_another_kernel_is_used_as_ever(trained, moved):
     assert load(run).model == trained.model and replay(run, 2).equal
     shutil.rmtree(run)
     run = load(moved(train={"attention": "splash", "dtype": "bfloat16"}))
-    assert (run.model.attention_fn, run.model.dtype) == (KERNELS["plain"], "bfloat16")
+    assert (run.model.attention_fn, run.model.dtype) == (find_kernel("plain"), "bfloat16")
     assert evaluate_run(run)["loss"] == pytest.approx(run.val_loss, rel=1e-2)
 
 

@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from jaxgpt.model import GPTConfig
-from jaxgpt.parallel import device
+from jaxgpt.parallel import limits
 from jaxgpt.runs.directory import lock_run, read_metadata
 from jaxgpt.tools.grid import read_curve
 from jaxgpt.tools.overview import count_parameters, format_rows, read_rows, runs
@@ -27,7 +27,7 @@ MODELS = [
 @pytest.mark.parametrize("fields", MODELS, ids=str)
 def test_parameters_are_counted_as_jax_does(fields):
     config = GPTConfig(**{"vocab_size": 11, "block_size": 5, "n_layer": 2, "n_head": 4, "n_embd": 8} | fields)
-    assert count_parameters(config) == device.count_parameters(config.make_model().shapes())
+    assert count_parameters(config) == limits.count_parameters(config.make_model().shapes())
 
 
 @pytest.fixture(scope="module")

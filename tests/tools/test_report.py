@@ -14,7 +14,7 @@ from jaxgpt import Generated
 from jaxgpt.config.validate import short_repr
 from jaxgpt.errors import UserError
 from jaxgpt.interventions import Ablations, Forward
-from jaxgpt.parallel.device import count_parameters
+from jaxgpt.parallel.limits import count_parameters
 from jaxgpt.run import Run, load
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.tools.report import judge_learning, make_report, report

@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 from jaxgpt.cli.experiment_file import load_variants
-from jaxgpt.parallel.device import count_parameters
+from jaxgpt.parallel.limits import count_parameters
 from tests.conftest import REPOSITORY
 
 SHAKESPEARE = 65  # characters

@@ -16,7 +16,8 @@ from gpu.steps import ON_ONE, random_batches
 from jaxgpt import Experiment, GPTConfig, OptimConfig, TrainConfig
 from jaxgpt.layers.kernels.fused import cudnn_attention
 from jaxgpt.layers.kernels.plain import Scores, plain_attention
-from jaxgpt.parallel.device import compute_options, first_device
+from jaxgpt.parallel.device import compute_options
+from jaxgpt.parallel.jax_setup import first_device
 from jaxgpt.parallel.trainer import make_trainer
 
 STEPS = 20

@@ -15,7 +15,8 @@ import jaxgpt
 from gpu.row import Row, failed, unavailable
 from gpu.setting import Setting
 from gpu.steps import gpt2_experiment
-from jaxgpt.parallel.device import PEAKS, first_device
+from jaxgpt.parallel.jax_setup import first_device
+from jaxgpt.parallel.limits import PEAKS
 
 NUMBERS = 2**30  # float32, 4 GiB: many times a GPU's cache
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from jaxgpt.parallel.device import all_devices
+from jaxgpt.parallel.jax_setup import all_devices
 
 
 def describe() -> str:

@@ -8,7 +8,7 @@ import jax
 from gpu.row import Row, unavailable
 from gpu.setting import Setting
 from gpu.steps import gpt2_experiment, random_batches
-from jaxgpt.parallel.device import first_device
+from jaxgpt.parallel.jax_setup import first_device
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.tools.plan.plan import memory_of_program
 

@@ -9,7 +9,8 @@ from training import Steps, trainer_steps
 from gpu.setting import Setting
 from jaxgpt import Experiment, GPTConfig, OptimConfig, ParallelConfig, TrainConfig
 from jaxgpt.batch import Batch
-from jaxgpt.parallel.device import PEAKS, first_device, train_flops_per_token
+from jaxgpt.parallel.jax_setup import first_device
+from jaxgpt.parallel.limits import PEAKS, train_flops_per_token
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 
 ON_ONE = ParallelConfig(strategy="single")

@@ -4,9 +4,9 @@ import functools
 from typing import Literal
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxgpt.layers.kernels.plain import DEFAULT_SCORES, Scores, plain_attention
-from jaxgpt.layers.remat import save_in_remat
 
 
 def fused_attention(
@@ -36,7 +36,7 @@ def fused_attention(
         local_window_size=None if scores.window is None else (scores.window - 1, 0),
         implementation=implementation,
     )
-    return out_BTNH if implementation == "cudnn" else save_in_remat(out_BTNH)
+    return out_BTNH if implementation == "cudnn" else checkpoint_name(out_BTNH, "attention")
 
 
 xla_attention = functools.partial(fused_attention, implementation="xla")

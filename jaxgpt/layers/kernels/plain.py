@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-from jaxgpt.layers.remat import save_in_remat
+from jax.ad_checkpoint import checkpoint_name
 
 # From MIN_BLOCKED_T tokens on, queries are split into NUM_BLOCKS blocks. More blocks save little more and take longer
 # to compile. Below MIN_BLOCKED_T, splitting costs as much as it saves.
@@ -72,7 +71,7 @@ def plain_attention(
         weights_MQS = weights_BNTS.astype(v_MSH.dtype).reshape(B * K, N // K * size, -1)
         out_MQH = jnp.einsum("MQS,MSH->MQH", weights_MQS, v_MSH[:, read])
         blocks.append(out_MQH.reshape(B, N, size, -1))
-    return save_in_remat(jnp.concatenate(blocks, axis=2).swapaxes(1, 2))
+    return checkpoint_name(jnp.concatenate(blocks, axis=2).swapaxes(1, 2), "attention")
 
 
 def find_visible(

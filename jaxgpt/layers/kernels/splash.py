@@ -8,7 +8,6 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from jaxgpt.layers.kernels.plain import DEFAULT_SCORES, Scores
-from jaxgpt.layers.remat import SAVED_NAME
 
 LANES = 128  # lanes of a TPU's vector register: the kernel's blocks of T and S are multiples of this
 
@@ -59,7 +58,7 @@ def splash_attention(
         attn_logits_soft_cap=scores.softcap,
         block_sizes=_block_sizes(T + padding, H),
         interpret=interpret,
-        residual_checkpoint_name=SAVED_NAME,
+        residual_checkpoint_name="attention",
     )
 
     # The kernel does not scale scores. In bfloat16 this rounds q once more, unless H is a power of 4, such as 64.

@@ -18,14 +18,8 @@ import jax
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
 from jaxgpt.layers.kernels.splash import computed_scores
-from jaxgpt.parallel.device import (
-    PEAKS,
-    all_devices,
-    attention_flops,
-    bytes_per_device,
-    memory_of,
-    train_flops_per_token,
-)
+from jaxgpt.parallel.jax_setup import all_devices
+from jaxgpt.parallel.limits import PEAKS, attention_flops, bytes_per_device, memory_of, train_flops_per_token
 from jaxgpt.parallel.mesh import count_slices
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.tools.plan.hlo import Collective, Program, read_program

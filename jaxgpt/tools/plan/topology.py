@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxgpt.errors import UserError
-from jaxgpt.parallel.device import PEAKS, gpu_memory_share
 from jaxgpt.parallel.jax_setup import quiet_libtpu, skip_cuda_check
+from jaxgpt.parallel.limits import PEAKS, gpu_memory_share
 
 INSTALL = 'pip install "jaxgpt[plan-gpu]"'
 

@@ -21,7 +21,7 @@ from jaxgpt.interventions.model import EditedGPT, forward, place_shapes, stream_
 from jaxgpt.layers.block import Block, Compute
 from jaxgpt.layers.norm import LayerNorm, RMSNorm
 from jaxgpt.model import GPT, GPTConfig
-from jaxgpt.parallel.device import count_parameters
+from jaxgpt.parallel.limits import count_parameters
 from jaxgpt.run import Run
 from jaxgpt.runs.resume import reopen_dataset
 from jaxgpt.sample.quantize import DECODE_MATRIX

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from jaxgpt.parallel.device import PEAKS
+from jaxgpt.parallel.limits import PEAKS
 from jaxgpt.tools.plan.plan import collective_seconds, ring_bandwidth
 
 

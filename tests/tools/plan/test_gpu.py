@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxgpt.errors import UserError
-from jaxgpt.parallel.device import PEAKS
+from jaxgpt.parallel.limits import PEAKS
 from jaxgpt.tools.plan.topology import TARGETS, gpu_devices
 
 

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from jaxgpt.parallel.device import PEAKS, attention_flops
+from jaxgpt.parallel.limits import PEAKS, attention_flops
 from jaxgpt.presets import gpt2
 from tests.conftest import REPOSITORY
 from tests.helpers import check_command

@@ -15,7 +15,7 @@ needs_libtpu = needs("libtpu", "tpu")
 DESCRIBE = """
 import json, sys, jax
 from jaxgpt.tools.plan.topology import parse_slice, tpu_devices
-from jaxgpt.parallel.device import PEAKS
+from jaxgpt.parallel.limits import PEAKS
 for name in sys.argv[1:]:
     devices = tpu_devices(name)
     size = [len({d.coords[i] for d in devices}) for i in range(3)]

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxgpt.errors import UserError
 from jaxgpt.layers.kernels.native.build import why_not_native
 from jaxgpt.layers.kernels.plain import DEFAULT_SCORES, Scores
-from jaxgpt.layers.remat import save_in_remat
 
 
 def native_attention(
@@ -47,7 +47,7 @@ def _forward(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ids_BT: ja
     B, T, N, _ = q_BTNH.shape
     shapes = (B, T, N, v_BSKH.shape[-1]), (B, N, T)  # the result, and the logarithm of each softmax's sum
     made = _call("forward", shapes, scores, q_BTNH, k_BSKH, v_BSKH, ids_BT)
-    out_BTNH, lse_BNT = map(save_in_remat, made)
+    out_BTNH, lse_BNT = (checkpoint_name(x, "attention") for x in made)
     return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, ids_BT, out_BTNH, lse_BNT)
 
 
