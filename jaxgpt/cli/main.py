@@ -7,6 +7,7 @@ A command is a function: its signature is its options, its docstring their help.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -110,6 +111,7 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
     if module.startswith("tools") and name not in ("runs", "prepare"):  # which start no backend
         configure_jax()
     run = getattr(importlib.import_module(f"jaxgpt.{module}"), function)
+    gc.freeze()  # what is imported is never garbage: to look for some in it takes 0.7 s as the process ends
     if name == "train":
         run = functools.partial(run, callbacks=callbacks)
     example = f"jaxgpt {name} {EXAMPLES[name]}"

@@ -1,4 +1,4 @@
-"""`jaxgpt train`."""
+"""`jaxgpt train`. What trains is imported when it trains: the help lists its options without it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jaxgpt.cli.console import report_errors, say, say_error, take_traceback
 from jaxgpt.cli.options import parse
 from jaxgpt.config.validate import check_value
-from jaxgpt.data.conversations import find_validation_prompt
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError, shell_line
 from jaxgpt.experiment import CONTEXT_OF_WEIGHTS, Experiment
@@ -28,9 +27,9 @@ from jaxgpt.files import open_file, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.parallel.multihost import exit_now, is_process_0
 from jaxgpt.presets import EXPERIMENTS, quickstart
-from jaxgpt.run import Run
-from jaxgpt.runs.pretrained import open_context
-from jaxgpt.training import fit
+
+if TYPE_CHECKING:
+    from jaxgpt.run import Run
 
 
 def train(
@@ -50,6 +49,8 @@ def train(
         fresh: move an old run aside, start over
         extend: continue to more train.steps, although the learning rate rises again
     """
+    from jaxgpt.training import fit
+
     configure_jax()
     experiment = choose_context(label_own_text(experiment, run_dir))
     if hasattr(signal, "SIGUSR1"):
@@ -92,12 +93,13 @@ def label_own_text(experiment: Experiment, run_dir: str | None) -> Experiment:
     if path is None or name not in EXPERIMENTS:
         return experiment
     prompt, preset = experiment.train.sample_prompt, EXPERIMENTS[name]()
+    is_text = not (experiment.data.is_packed or path.endswith((".bin", ".json")))
     if experiment.data.is_chat and prompt in ("", quickstart(chat=True).train.sample_prompt):
+        from jaxgpt.data.conversations import find_validation_prompt
+
         with contextlib.suppress(UserError, StopIteration):  # training reports it
             prompt = find_validation_prompt(path, experiment.data.val_fraction)
-    elif (
-        prompt == preset.train.sample_prompt and not experiment.data.is_packed and not path.endswith((".bin", ".json"))
-    ):
+    elif is_text and prompt == preset.train.sample_prompt:
         prompt = ""
         with contextlib.suppress(UserError):  # training reports it
             file = find_user_files(path)[-1]
@@ -114,6 +116,8 @@ def choose_context(experiment: Experiment) -> Experiment:
     model = experiment.model
     if not experiment.data.is_chat or model.block_size != CONTEXT_OF_WEIGHTS or experiment.train.init_from is not None:
         return experiment
+    from jaxgpt.runs.pretrained import open_context
+
     context = open_context(experiment.data, model)
     return dataclasses.replace(experiment, model=dataclasses.replace(model, block_size=context))
 
