@@ -38,7 +38,6 @@ from jaxgpt.config.validate import PositiveFloat
 from jaxgpt.data.dataset import open_data
 from jaxgpt.errors import Preempted
 from jaxgpt.files import Result, json_sha256, read_json, render_json, write_whole
-from jaxgpt.parallel.device import train_flops_per_token
 from jaxgpt.parallel.limits import train_flops_per_token
 from jaxgpt.runs.code import find_class_in
 from jaxgpt.statistics import CONFIDENCE
