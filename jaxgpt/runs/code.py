@@ -1,4 +1,4 @@
-"""Run the code of an experiment's own classes from a file, keep it in a run directory, and trust it by its digest.
+"""Run the code of a user's own classes, keep it in the run directory, and trust it by its digest.
 
 A file is run as `python FILE` runs it, except that its modules are called NAME@DIGEST in
 `sys.modules` afterwards: two versions of a module, or two files of one name, are there at the same
@@ -22,7 +22,6 @@ import tempfile
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib.util import decode_source
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ class CodeError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """Python files that belong together: the one that was named, and what it imports from its folder."""
+    """Python files that belong together: one that was named, and what it imports from its folder."""
 
     folder: Path
     files: Mapping[str, bytes]  # by path from the folder, such as "moe.py" or "lab/moe.py"
@@ -65,47 +64,54 @@ class Code:
         names = (f"{path}/__init__.py", f"{path}.py", f"{module}.py")
         return next((name for name in names if name in self.files), None)
 
+    def write(self, folder: Path) -> None:
+        """Write the files into another folder."""
+        for name, raw in self.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(raw)
+
 
 def collect(path: Path, module: str) -> Code:
-    """Read a file, and what it imports from its folder, or from its package, as the text of the imports says.
+    """Read a file, and what the import statements in it name in its folder, or in its package.
 
     module: its name, which says how many folders above it imports begin.
     """
-    own, resolved = module.partition(".")[0], path.resolve()
-    depth = 0 if module == resolved.stem else module.count(".") + (path.name == "__init__.py")
-    folder = resolved.parents[depth]
+    path = path.resolve()
+    depth = 0 if module == path.stem else module.count(".") + (path.name == "__init__.py")
+    folder = path.parents[depth]
     is_installed = _is_installed(folder)  # all other packages are there too
-    named = resolved.relative_to(folder).as_posix()
-    files, left = {}, [named]
+    files, left = {}, [path.relative_to(folder).as_posix()]
     while left:
         name = left.pop()
-        is_found = name == named or (folder / name).is_file()  # reading the named one says if it is not
-        if name in files or not is_found:
-            continue
         files[name] = read_bytes(folder / name, LARGEST_FILE)
-        with contextlib.suppress(SyntaxError, ValueError):  # reported when it is run
-            for imported in _imports(ast.parse(files[name]), name):
-                is_own = imported.partition(".")[0] == own
-                if is_own or not (is_installed or _is_elsewhere(imported)):
-                    places = list(itertools.accumulate(imported.split("."), "{}/{}".format))
-                    left += [f"{places[-1]}.py", *(f"{place}/__init__.py" for place in places)]
+        for imported in _imports(files[name], name):
+            is_own = imported.partition(".")[0] == module.partition(".")[0]
+            if not is_own and (is_installed or _is_elsewhere(imported)):
+                continue
+            *packages, last = itertools.accumulate(imported.split("."), "{}/{}".format)
+            places = [f"{last}.py", *(f"{package}/__init__.py" for package in (*packages, last))]
+            left += [x for x in places if x not in {*files, *left} and (folder / x).is_file()]
     return Code(folder, files)
 
 
-def _imports(tree: ast.Module, name: str) -> Iterator[str]:
-    """Yield the modules that a file's import statements may name. `name` is its path, for relative ones."""
+def _imports(raw: bytes, name: str) -> Iterator[str]:
+    """Yield the modules that a file's import statements may name. name: its path in its folder."""
+    try:
+        tree = ast.parse(raw)
+    except (SyntaxError, ValueError):  # reported when it is run
+        return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = name.split("/")[: -node.level] if node.level else []
-            module = ".".join([*above, *([node.module] if node.module else [])])
+            module = ".".join([*above, *filter(None, [node.module])])
             yield module
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
 def _is_elsewhere(module: str) -> bool:
-    """Return whether a module is jaxgpt's, Python's, or of an installed package that was imported."""
+    """Return whether a module is jaxgpt's, Python's, or an installed package's that was imported."""
     top = module.partition(".")[0]
     file = getattr(sys.modules.get(top), "__file__", None) or ""
     return top == "jaxgpt" or top in sys.stdlib_module_names or _is_installed(Path(file))
@@ -115,31 +121,34 @@ def _is_installed(path: Path) -> bool:
     return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
 
 
-def is_own_file(file: str) -> bool:
-    """Return whether code is from a file of the user's, or a notebook: not jaxgpt's, Python's or a package's."""
+def _is_own_file(file: str) -> bool:
+    """Return whether a file is the user's, or of a notebook: not jaxgpt's, Python's or a package's."""
     path = Path(file)
     is_made = file.startswith(("<string>", "<frozen"))  # by dataclasses, for example
     return not (is_made or _is_installed(path) or any(map(path.is_relative_to, NOT_OWN)))
 
 
 def find_place(e: BaseException, classes: Iterable[type] = ()) -> str:
-    """Return "FILE:LINE: " of the innermost frame in a file of the user's that an exception went through, or "".
+    """Return "FILE:LINE: " of the user's innermost frame that an exception went through, or "".
 
     classes: look in the folders of their files only, unless they are in none.
     """
     files = [getattr(sys.modules.get(cls.__module__), "__file__", None) for cls in classes]
-    folders = [Path(file).resolve().parent for file in files if file is not None] or [Path("/")]
-    frames = [x for x in traceback.extract_tb(e.__traceback__) if is_own_file(x.filename)]
-    near = [x for x in frames if any(map(Path(x.filename).resolve().is_relative_to, folders))]
-    return f"{near[-1].filename}:{near[-1].lineno}: " if near else ""
+    folders = [Path(file).resolve().parent for file in filter(None, files)] or [Path("/")]
+    for frame in reversed(traceback.extract_tb(e.__traceback__)):
+        is_near = any(map(Path(frame.filename).resolve().is_relative_to, folders))
+        if is_near and _is_own_file(frame.filename):
+            return f"{frame.filename}:{frame.lineno}: "
+    return ""
 
 
 def place_of(owner: Any) -> str:
-    """Return "FILE:LINE: " of a function, or of the first function of a class, if the user has written it, else ""."""
+    """Return "FILE:LINE: " of a function, or of a class's first one, if a user wrote it, else ""."""
     functions = vars(owner).values() if isinstance(owner, type) else [owner]
     codes = [getattr(inspect.unwrap(x), "__code__", None) for x in functions if callable(x)]
-    own = [(x.co_filename, x.co_firstlineno) for x in codes if x is not None and is_own_file(x.co_filename)]
-    return "{}:{}: ".format(*min(own)) if own else ""
+    places = [(code.co_filename, code.co_firstlineno) for code in filter(None, codes)]
+    file, line = min((place for place in places if _is_own_file(place[0])), default=("", 0))
+    return f"{file}:{line}: " if file else ""
 
 
 def name_with_place(owner: Any) -> str:
@@ -148,22 +157,32 @@ def name_with_place(owner: Any) -> str:
 
 
 def _run(code: Code, module: str, path: Path) -> types.ModuleType:
-    """Run a module of code, and return it. path: its file."""
+    """Run a module of code, and return it. What it raises becomes a `CodeError` of one line.
+
+    path: its file, as messages name it.
+    """
     name, tagged = str(code.find(module)), f"{module}{code.tag}"
     try:
         with contextlib.redirect_stdout(sys.stderr), _importing(code):
             if "/" in name:
                 importlib.import_module(module)
             else:  # by an import, a module of Python with the same name would be found
-                made = types.ModuleType(tagged)
+                made = sys.modules[tagged] = types.ModuleType(tagged)
                 made.__file__ = str(path)
-                sys.modules[tagged] = made
                 if not _is_elsewhere(module):
                     sys.modules[module] = made
-                exec(compile(decode_source(code.files[name]), str(path), "exec", dont_inherit=True), vars(made))
-    except BaseException:
+                exec(compile(code.files[name], path, "exec", dont_inherit=True), vars(made))
+    except BaseException as e:
         sys.modules.pop(tagged, None)
-        raise
+        if not isinstance(e, Exception | SystemExit):
+            raise
+        remedy = "repair the experiment file"
+        if isinstance(e, SyntaxError):
+            said = f"{e.filename or path}:{e.lineno or 1}: {e.msg}: {remedy}"
+        else:
+            said = str(e) if isinstance(e, UserError) else f"{type(e).__name__}: {e}: {remedy}"
+            said = f"{find_place(e) or f'{path}:1: '}{said}"
+        raise CodeError(said) from e
     if tagged not in sys.modules:
         file = sys.modules[module].__file__
         raise CodeError(f"{module} was imported from {file}, so {path} needs a process of its own")
@@ -179,8 +198,8 @@ def _importing(code: Code) -> Iterator[None]:
     tops = {Path(name).parts[0].removesuffix(".py") for name in code.files}
 
     def take_away() -> dict[str, types.ModuleType]:
-        names = [name for name in sys.modules if name.partition(".")[0] in tops and not _is_elsewhere(name)]
-        return {name: sys.modules.pop(name) for name in names if "@" not in name}
+        names = [name for name in sys.modules if name.partition(".")[0] in tops and "@" not in name]
+        return {name: sys.modules.pop(name) for name in names if not _is_elsewhere(name)}
 
     hidden, search_path = take_away(), list(sys.path)
     known = {name: module for name, module in sys.modules.items() if name.endswith(code.tag)}
@@ -206,30 +225,17 @@ def _rename(owner: Any, old: str, new: str) -> None:
             _rename(value, old, new)
 
 
-@contextlib.contextmanager
-def _one_line(path: Path) -> Iterator[None]:
-    """Turn what a user's file raises into a `CodeError` of one line, with the place."""
-    try:
-        yield
-    except SyntaxError as e:
-        raise CodeError(f"{e.filename or path}:{e.lineno or 1}: {e.msg}: repair the experiment file") from e
-    except (Exception, SystemExit) as e:
-        said = str(e) if isinstance(e, UserError) else f"{type(e).__name__}: {e}: repair the experiment file"
-        raise CodeError(f"{find_place(e) or f'{path}:1: '}{said}") from e
-
-
 def run_file(path: Path) -> types.ModuleType:
-    """Run a file as a module. The user named it, so it is trusted as a program is, but it may have errors.
+    """Run a file as a module. The user named it, so it is trusted as a program is.
 
     It imports what `python FILE` can: modules of its folder first. What it prints goes to stderr.
     """
-    with _one_line(path):
-        module = path.resolve().stem
-        return _run(collect(path, module), module, path)
+    module = path.resolve().stem
+    return _run(collect(path, module), module, path)
 
 
 def code_of(cls: type) -> Code | None:
-    """Return the files of a class, as they are now, or None if it is in none, such as one of a notebook."""
+    """Return the files of a class, as they are now, or None if it is in none, as in a notebook."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     if file is None or not Path(file).is_file():
         return None
@@ -237,8 +243,8 @@ def code_of(cls: type) -> Code | None:
 
 
 def own_code(config: Any) -> Code | None:
-    """Return the files of all classes in a configuration that are not jaxgpt's, or None if there are none."""
-    codes = [code for cls in own_classes(config) if (code := code_of(cls)) is not None]
+    """Return the files of all classes in a configuration that are not jaxgpt's, if there are any."""
+    codes = list(filter(None, map(code_of, own_classes(config))))
     files = {name: raw for code in codes for name, raw in code.files.items()}
     return Code(codes[0].folder, files) if codes else None
 
@@ -253,17 +259,10 @@ def own_classes(config: Any) -> Iterator[type]:
 
 
 def keep_code(directory: Path, code: Code) -> None:
-    """Write code into a run directory, and trust it on this machine from now on: it is what the user trains with."""
-    _write(directory / FOLDER, code)
+    """Write the code that a user trains with into a run directory, and trust it here from now on."""
+    code.write(directory / FOLDER)
     make_cache(_trusted())
     (_trusted() / json_sha256(code.digests)).touch()
-
-
-def _write(folder: Path, code: Code) -> None:
-    for name, raw in code.files.items():
-        place = folder / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(raw)
 
 
 def read_code(directory: Path) -> Code:
@@ -287,12 +286,12 @@ def is_trusting() -> bool:
 
 
 def with_classes_of(known: Experiment, experiment: Experiment) -> Experiment:
-    """Return the experiment with the classes of `known`, a run's own code, where they have the same names."""
+    """Return an experiment with the classes of `known`, a run's own code, by their names."""
     return from_dict(Experiment, to_dict(experiment), find_class=find_class_in(experiment, known))
 
 
 def find_class_in(*configs: Any) -> Callable[[type, str], type]:
-    """Return a `find_class` of `from_dict` that knows the classes in some configurations, the last one's first."""
+    """Return a `find_class` of `from_dict` that knows the classes in configurations, the last's first."""
     known = {class_name(cls): cls for config in configs for cls in own_classes(config)}
 
     def find(base: type, name: str) -> type:
@@ -315,6 +314,7 @@ def find_class(
     Args:
         base: the class of which it must be a subclass.
         name: "module:Class".
+        directory: the run directory.
         digests: the SHA-256 of the code that the run was trained with. None means that it was in no file.
         trusted: run the code even if this user has not trained with it here.
 
@@ -324,33 +324,41 @@ def find_class(
     for cls in _subclasses(base):
         if class_name(cls) == name and _is_made_of(cls, digests):
             return cls
+    said = f"class {short(name)}"
     if digests is None:
-        raise CodeError(f"class {short(name)} was defined in no file: define it again, then load the run")
+        raise CodeError(f"{said} was defined in no file: define it again, then load the run")
     code, place = read_code(directory), directory / FOLDER
     module, _, qualified = name.partition(":")
-    if (file := code.find(module)) is None:
-        raise CodeError(f"class {short(name)} is needed, and {place} does not have its file: put it there again")
+    file = code.find(module)
+    if file is None:
+        raise CodeError(f"{said} is needed, and {place} does not have its file: put it there again")
     if code.digests != digests:
-        changed = sorted(n for n in {*code.digests, *digests} if code.digests.get(n) != digests.get(n))
-        raise CodeError(f"{place} is not the code that the run was trained with: restore {', '.join(changed)}")
+        changed = ", ".join(sorted({name for name, _ in code.digests.items() ^ digests.items()}))
+        raise CodeError(f"{place} is not the code that the run was trained with: restore {changed}")
     if not (trusted or _TRUSTED or (_trusted() / json_sha256(code.digests)).exists()):
+        brought = f"{', '.join(digests)} (SHA-256 {digests[file][:12]}...)"
         raise CodeError(
-            f"{directory} brings code of its own, {', '.join(digests)} (SHA-256 {digests[file][:12]}...), and you have not "
-            f"trained with it on this machine: read it in {place}, then add --trust-code (trust_code=True) to run it"
+            f"{directory} brings code of its own, {brought}, and you have not trained with it on this machine: "
+            f"read it in {place}, then add --trust-code (trust_code=True) to run it"
         )
     found: Any = sys.modules.get(f"{module}{code.tag}")
     if found is None:
-        # In the run's own folder Python would also find bytecode, libraries and links that no digest covers.
-        folder = Path(tempfile.mkdtemp(prefix="jaxgpt-code-")).resolve()
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        _write(folder, code)
-        with _one_line(folder / file):
-            found = _run(Code(folder, code.files), module, folder / file)
+        # In the run's folder Python would also find bytecode, libraries and links without a digest.
+        copy = Path(tempfile.mkdtemp(prefix="jaxgpt-code-")).resolve()
+        atexit.register(shutil.rmtree, copy, ignore_errors=True)
+        code.write(copy)
+        found = _run(Code(copy, code.files), module, copy / file)
     for part in qualified.split("."):
         found = getattr(found, part, None)
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise CodeError(f"class {short(name)}: {place / file} has no subclass of {base.__name__} of that name")
+        raise CodeError(f"{said}: {place / file} has no subclass of {base.__name__} of that name")
     return found
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    for cls in base.__subclasses__():
+        yield cls
+        yield from _subclasses(cls)
 
 
 def _is_made_of(cls: type, digests: dict[str, str] | None) -> bool:
@@ -362,20 +370,23 @@ def _is_made_of(cls: type, digests: dict[str, str] | None) -> bool:
 
 
 def check_same_code(experiment: Experiment, directory: Path, digests: dict[str, str] | None) -> None:
-    """Raise `UserError` unless the classes of an experiment are made of the code that a run was trained with.
+    """Raise `UserError` unless an experiment's classes are made of the code that a run was trained with.
 
-    Comments, docstrings, `experiment`, `variants` and `callbacks` may differ: the configuration is compared on its own.
+    Comments, docstrings, `experiment`, `variants` and `callbacks` may differ: configurations are
+    compared on their own.
     """
     code = own_code(experiment)
     if code is None or digests is None:
         return
     kept = read_code(directory).files
     for name, digest in code.digests.items():
-        if digests.get(name) != digest and _program(kept.get(name, b"")) != _program(code.files[name]):
+        before = digests.get(name, "absent")
+        if before != digest and _program(kept.get(name, b"")) != _program(code.files[name]):
+            changed = f"(SHA-256 {before[:12]} -> {digest[:12]})"
             raise UserError(
-                f"{name} has changed since {directory} was trained with it (SHA-256 {digests.get(name, 'absent')[:12]} -> "
-                f"{digest[:12]}): restore it, name another --run-dir, start over with --fresh, or continue with the run's "
-                "own copy by --trust-code (trust_code=True)"
+                f"{name} has changed since {directory} was trained with it {changed}: restore it, "
+                "name another --run-dir, start over with --fresh, or continue with the run's own copy "
+                "by --trust-code (trust_code=True)"
             )
 
 
@@ -384,16 +395,11 @@ def _program(raw: bytes) -> str:
     tree = ast.parse(raw)
     values = {"experiment", "variants", "callbacks"}
     assigned = [x for x in tree.body if isinstance(x, ast.Assign)]
-    left_out = [x for x in assigned if {ast.unparse(target) for target in x.targets} <= values]
-    left_out += [x for x in ast.walk(tree) if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)]
+    experiments = [x for x in assigned if {ast.unparse(target) for target in x.targets} <= values]
+    tree.body = [x for x in tree.body if x not in experiments]
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            body[:] = [x for x in body if x not in left_out]
+            texts = [x for x in body if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)]
+            body[:] = [x for x in body if x not in texts]
     return ast.dump(tree)
-
-
-def _subclasses(base: type) -> Iterator[type]:
-    for cls in base.__subclasses__():
-        yield cls
-        yield from _subclasses(cls)
