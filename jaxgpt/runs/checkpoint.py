@@ -1,12 +1,13 @@
-"""Save checkpoints in the background by Orbax, seal each with a manifest, and verify it before it is restored.
+"""Save checkpoints in the background by Orbax, seal each, and verify it before it is restored.
 
-- `checkpoints/20/state/params`, `rest`: arrays, so that sampling does not read the optimiser's state
-- `checkpoints/20/manifest.json`: size and SHA-256 of each file, since Orbax loads flipped bits without an error
-- `checkpoints/40.saving`, `30.deleting`: unfinished, or half removed. The name of a finished one is its step
+- `checkpoints/20/state/params`, `rest`: arrays. Sampling does not read the optimiser's state
+- `checkpoints/20/manifest.json`: size and SHA-256 of each file, as Orbax loads flipped bits
+- `checkpoints/40.saving`, `30.deleting`: unfinished, or half removed
 - `checkpoints/60.damaged`: moved aside when the run resumed from an earlier step
 
-Orbax's `CheckpointManager` publishes a step before anything else can be added to it, so a kill could leave a step
-without a manifest. It cannot record a validation loss later, and opening it is a barrier of all processes.
+Orbax's `CheckpointManager` publishes a step before anything else can be added to it, so that a kill
+could leave a step without a manifest. It cannot record a validation loss later, and opening it is a
+barrier of all processes.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ if TYPE_CHECKING:  # 0.5 s to import, so functions that need it import it
 MANIFEST = "manifest.json"
 FORMAT = 1  # version of the manifest and of the files it lists
 PARAMS, REST = "params", "rest"
-TRAINED = "trained"  # in REST: the parameters that are trained, where `OptimConfig.eval_params` makes others of them
-# Bytes to read or write concurrently, or the largest array, or a sixteenth of all, whichever is most. Without a limit
-# Orbax copies and compresses all arrays at once: another model in memory.
+TRAINED = "trained"  # in REST: the parameters that `OptimConfig.eval_params` makes others of
+# Bytes to read or write at once, or the largest array, or a sixteenth of all, whichever is most.
+# Without a limit Orbax copies and compresses all arrays at once: another model in memory.
 AT_ONCE = 2**26
 DTYPES = ("float32", "bfloat16", "float16")  # that parameters are saved in
 
 
 class CorruptCheckpoint(UserError):
-    """A checkpoint has changed since it was saved. The message names the file and the difference."""
+    """A checkpoint has changed since it was saved. The message names the file."""
 
 
 @struct.dataclass
 class _Guard:
-    """The counters of skipped steps in a `TrainState`, under the names that the first version gave them."""
+    """The counters of skipped steps in a `TrainState`, as the first version named them."""
 
     skipped: Any
     in_row: Any
@@ -61,10 +62,10 @@ class _Guard:
 
 
 class Checkpoints:
-    """The checkpoints of one run. `save` returns at once. `wait` returns when the checkpoint is on disk.
+    """The checkpoints of one run. `save` returns at once, `wait` when the checkpoint is on disk.
 
-    With several processes all of them save, and process 0 seals the new checkpoint and removes old ones. Only the
-    process that holds the run's lock may change them.
+    With several processes all of them save, and process 0 seals the new checkpoint and removes old
+    ones. Only the process that holds the run's lock may change them.
 
     Args:
         directory: `RUN/checkpoints`, which need not exist.
@@ -76,7 +77,7 @@ class Checkpoints:
         self._directory = directory.absolute()
         if re.search(r"[\\\ud800-\udfff]", self._directory.as_posix()):
             why = "a backslash or is not UTF-8, so that TensorStore would write elsewhere"
-            raise UserError(f"{self._directory}: its path has {why}: rename that directory, or name another")
+            raise UserError(f"{directory}: its path has {why}: rename that directory, or name another")
         self._keep_last, self._keep_every = keep_last, keep_every
         # A thread of our own, which starts with the first save: Orbax calls back before it renames
         # what it wrote, and taking the SHA-256 in a step would delay it.
@@ -84,9 +85,9 @@ class Checkpoints:
         self._sealing: Future | None = None
 
     def steps(self) -> list[int]:
-        """Return the steps in order. Directories with a name that is not a plain integer are ignored."""
-        names = (p.name for p in self._directory.iterdir()) if self._directory.is_dir() else ()
-        return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9]\d{0,14}", name, re.ASCII))
+        """Return the steps in order. Directories whose name is no plain integer are ignored."""
+        names = os.listdir(self._directory) if self._directory.is_dir() else ()
+        return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]{0,14}", name))
 
     def last(self) -> int | None:
         """Return the last step, or None if there are no checkpoints."""
@@ -95,7 +96,7 @@ class Checkpoints:
     def manifest(self, step: int) -> dict[str, Any]:
         """Return what was written with a checkpoint: `val_loss`, `arrays`, `files` and others.
 
-        Raises `CorruptCheckpoint` if it was changed, or if a field has another type than is written.
+        Raises `CorruptCheckpoint` if it was changed, or if a field has another type.
         """
         path = self._directory / str(step) / MANIFEST
         try:
@@ -105,15 +106,17 @@ class Checkpoints:
         with contextlib.suppress(ValueError, RecursionError, AttributeError, KeyError, TypeError):
             body = json.loads(raw)
             is_sealed = body.pop("sha256", None) and _render(body).encode() == raw
-            if is_sealed and body["format"] == FORMAT and isinstance(body["val_loss"], float | None):
-                measured = {(type(size), type(digest)) for size, digest in body["files"].values()}
-                described = {type(x) for name in (PARAMS, REST) for x in body["arrays"][name].values()}
-                if measured <= {(int, str)} and described <= {str}:
-                    return body
-        raise CorruptCheckpoint(f"{path} is not what was written: its own SHA-256 does not match, or a field's type")
+            arrays = (*body["arrays"][PARAMS].values(), *body["arrays"][REST].values())
+            types = {(type(size), type(digest)) for size, digest in body["files"].values()}
+            is_typed = types <= {(int, str)} and set(map(type, arrays)) <= {str}
+            is_typed &= isinstance(body["val_loss"], float | None)
+            if is_sealed and is_typed and body["format"] == FORMAT:
+                return body
+        why = "its own SHA-256 does not match, or a field's type"
+        raise CorruptCheckpoint(f"{path} is not what was written: {why}")
 
     def check_depth(self, model: GPTConfig) -> None:
-        """Raise `UserError` for more blocks than arrays were saved, before a model is traced, which could take minutes."""
+        """Raise `UserError` for more blocks than arrays, before a model is traced for minutes."""
         with contextlib.suppress(CorruptCheckpoint, IndexError):  # it has no checkpoint yet
             arrays = len(self.manifest(self.steps()[-1])["arrays"][PARAMS])
             if model.n_layer > arrays and not (model.scan_layers or model.is_foreign):
@@ -121,12 +124,11 @@ class Checkpoints:
                 raise UserError(f"{self._directory}: {said}")
 
     def val_loss(self, step: int) -> float | None:
-        """Return the validation loss of a step in nats per token. None if not measured, or if the manifest is damaged."""
-        loss = self._loss(step)
-        return loss if math.isfinite(loss) else None
+        """Return a step's validation loss in nats per token. None if not measured, or damaged."""
+        return _finite(self._loss(step))
 
     def _loss(self, step: int) -> float:
-        """Return the validation loss to rank a step by, or -inf if its manifest is damaged, since it may be the best."""
+        """Return the loss to rank a step by: -inf if it is damaged, since it may be the best."""
         try:
             loss = self.manifest(step)["val_loss"]
         except CorruptCheckpoint:
@@ -139,7 +141,7 @@ class Checkpoints:
         write_whole(self._directory / str(step) / MANIFEST, _render(body))
 
     def verify(self, step: int) -> None:
-        """Raise `CorruptCheckpoint` for the first file of a checkpoint that is not what was saved."""
+        """Raise `CorruptCheckpoint` for the first file of a step that is not what was saved."""
         directory, manifest = self._directory / str(step), self.manifest(step)
         found = _measure(directory)
         if lost := _find_unmerged(manifest):
@@ -149,32 +151,35 @@ class Checkpoints:
                 raise CorruptCheckpoint(f"{directory / name} is not what was saved: {size:,} bytes, SHA-256 {digest}")
 
     def latest_valid(self, which: str = "last", *, before: float = math.inf) -> int | None:
-        """Return the step of the last or the best undamaged checkpoint, or None if there are no checkpoints.
+        """Return the last or the best undamaged step, or None if there are no checkpoints.
 
         Each damaged one that is passed over gives a warning. Raises `UserError` if all are damaged.
 
         Args:
-            which: "last", or "best" for the lowest validation loss (the last step if none was measured).
+            which: "last", or "best" for the lowest validation loss, if any was measured.
             before: consider only steps below this one.
         """
-        losses = {step: self._loss(step) if which == "best" else 0.0 for step in self.steps() if step < before}
+        steps = [step for step in reversed(self.steps()) if step < before]
+        if which == "best":
+            steps.sort(key=self._loss)
         damaged: dict[int, str] = {}
-        for step in sorted(losses, key=lambda step: (losses[step], -step)):
+        for step in steps:
             try:
                 self.verify(step)
             except (CorruptCheckpoint, OSError) as e:
-                if step in self.steps():  # otherwise another process, which trains the run, has removed it
+                if step in self.steps():  # otherwise a process that trains has removed it
                     damaged[step] = str(e)
                 continue
             for bad, reason in damaged.items():
                 warnings.warn(f"checkpoint {bad} is damaged, so {step} is used: {reason}", stacklevel=2)
             return step
         for step, reason in damaged.items():
-            raise UserError(f"checkpoint {step} is damaged, and no other is good: {reason}. Restore it from a copy.")
-        return self.latest_valid(which, before=before) if losses else None
+            said = f"checkpoint {step} is damaged, and no other is good: {reason}"
+            raise UserError(f"{said}. Restore it from a copy.")
+        return self.latest_valid(which, before=before) if steps else None
 
     def rewind(self) -> int:
-        """Return the last undamaged step, 0 if there is none. Remove what kills have left, and move damaged ones aside."""
+        """Return the last undamaged step, or 0. Remove what kills left, move damaged ones aside."""
         for path in self._directory.glob("*.*"):
             if re.fullmatch(r"\d+\.(saving|deleting)", path.name):
                 shutil.rmtree(path)
@@ -186,21 +191,21 @@ class Checkpoints:
         return step
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint, renaming it first, so that a half-removed one is never taken for a finished one."""
+        """Remove a checkpoint, renaming it first: half of one is never taken for a whole one."""
         doomed = self._directory / f"{step}.deleting"
         (self._directory / str(step)).rename(doomed)
         shutil.rmtree(doomed)
 
     def save(self, state: TrainState, step: int, val_loss: float | None, *, eval_params: Params | None = None) -> None:
-        """Start to save a state. Raises `CheckpointSaveError`, for this save or for the previous one.
+        """Start to save a state. Raises `CheckpointSaveError`, for this save or the previous one.
 
         val_loss: the step's, to choose the best checkpoint. None means it was not measured.
-        eval_params: the parameters that are loaded as the model, saved as well as the trained ones. None means the latter.
+        eval_params: the parameters to load as the model, if they are not the trained ones.
         """
         self._save(_to_items(state, eval_params), step, val_loss)
 
     def save_params(self, params: Params, step: int) -> None:
-        """Start to save only parameters, of any dtype: they can be loaded, but training cannot resume from them."""
+        """Start to save only parameters, of any dtype: training cannot resume from them."""
         self._save({PARAMS: params}, step, None)
 
     def _save(self, items: dict[str, Any], step: int, val_loss: float | None) -> None:
@@ -221,7 +226,7 @@ class Checkpoints:
         self._sealing = self._pool.submit(self._seal, writer, partial, about)
 
     def _seal(self, writer: ocp.AsyncCheckpointer, partial: Path, about: dict[str, Any]) -> None:
-        """Wait for the arrays, write the manifest, publish the checkpoint and remove old ones, in the background."""
+        """Wait for the arrays, write the manifest, publish the checkpoint, and remove old ones."""
         step = about["step"]
         try:
             with writer:
@@ -239,7 +244,7 @@ class Checkpoints:
             partial.rename(self._directory / str(step))
             _sync(self._directory)
             losses = {saved: self._loss(saved) for saved in self.steps()}
-            damaged = {saved for saved, loss in losses.items() if loss == -math.inf}  # one of them may be the best
+            damaged = {saved for saved in losses if losses[saved] == -math.inf}  # or the best
             best = min(losses.keys() - damaged, key=lambda saved: (losses[saved], -saved))
             for old in losses.keys() - damaged - {best, *sorted(losses)[-self._keep_last :]}:
                 if not self._keep_every or old % self._keep_every:
@@ -248,13 +253,11 @@ class Checkpoints:
             raise self._fail(step, e) from None
 
     def _fail(self, step: int, e: Exception) -> CheckpointSaveError:
-        return CheckpointSaveError(
-            f"step {step} could not be saved in {self._directory}: {reason_of(e)}. "
-            f"The last checkpoint is step {max(self.steps(), default='none')}."
-        )
+        said = f"step {step} could not be saved in {self._directory}: {reason_of(e)}"
+        return CheckpointSaveError(f"{said}. The last checkpoint is step {max(self.steps(), default='none')}.")
 
     def raise_if_failed(self) -> None:
-        """Raise `CheckpointSaveError` if the last save has failed by now, without waiting for it."""
+        """Raise `CheckpointSaveError` if the last save has failed by now, without waiting."""
         if self._sealing is not None and self._sealing.done():
             self.wait()
 
@@ -265,14 +268,14 @@ class Checkpoints:
             sealing.result()
 
     def close(self) -> None:
-        """Wait for the last save, and end the thread. Raises `CheckpointSaveError` as `wait` does."""
+        """Wait for the last save, as `wait` does, and end the thread."""
         try:
             self.wait()
         finally:
             self._pool.shutdown()
 
     def restore(self, step: int, like: TrainState) -> TrainState:
-        """Restore a state without frozen parameters, which are not saved. like: its shapes, dtypes and shardings."""
+        """Restore a state but for frozen parameters. like: its shapes, dtypes and shardings."""
         saved = self.manifest(step)["arrays"][REST]
         has_both = any(path.startswith(f"[{TRAINED!r}]") for path in saved)
         items = _to_items(like, like.params if has_both else None)
@@ -285,26 +288,28 @@ class Checkpoints:
         return TrainState(rest["step"], params, rest["opt_state"], guard.skipped, guard.in_row)
 
     def restore_params(self, step: int, like: Params) -> Params:
-        """Restore only the parameters, in the dtype in which they were saved. like: their shapes and shardings."""
+        """Restore the parameters, in the dtypes that were saved. like: shapes and shardings."""
         return self._restore(step, {PARAMS: like}, as_saved=DTYPES)[PARAMS]
 
     def _restore(self, step: int, like: dict[str, Any], as_saved: Sequence[str] = ()) -> dict[str, Any]:
-        """Restore trees by name, in the dtypes of `like`, except for arrays that were saved in one of `as_saved`."""
+        """Restore trees by name, in the dtypes of `like`, or the saved ones if in `as_saved`."""
         import orbax.checkpoint as ocp
 
         directory, arrays = self._directory / str(step), self.manifest(step)["arrays"]
-        like = {name: _to_shapes(tree, arrays[name], as_saved) for name, tree in like.items()}
-        for name, tree in like.items():  # before anything is allocated
+        shapes = {name: _to_shapes(tree, arrays[name], as_saved) for name, tree in like.items()}
+        for name, tree in shapes.items():  # before anything is allocated
             saved, wanted = arrays[name], _describe(tree)
             for path in sorted(saved | wanted):
                 has, needs = saved.get(path, "missing"), wanted.get(path, "nothing")
                 if has != needs:
                     what = f"{directory}: {name}{path} is {has}, experiment.json makes it {needs}"
                     raise UserError(f"{what}. Does experiment.json belong to another run?")
-        args = ocp.args.Composite(**{name: ocp.args.StandardRestore(tree) for name, tree in like.items()})
-        with ocp.Checkpointer(_handler(like)) as reader:
-            restored: Any = reader.restore(_literal(directory / "state"), args=args)
-        return {name: _rename_heads(restored[name], arrays[name], back=True) for name in like}
+        args = {name: ocp.args.StandardRestore(tree) for name, tree in shapes.items()}
+        with ocp.Checkpointer(_handler(shapes)) as reader:
+            composite = ocp.args.Composite(**args)
+            found: Any = reader.restore(_literal(directory / "state"), args=composite)
+        leaves = jax.tree.leaves({name: found[name] for name in like})
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)  # with the names of now
 
 
 def open_checkpoints(run: Path) -> Checkpoints:
@@ -317,19 +322,20 @@ def open_checkpoints(run: Path) -> Checkpoints:
 
 
 def _handler(items: dict[str, Any]) -> ocp.CompositeCheckpointHandler:
-    """Return Orbax's handler of these trees, which reads and writes a limited number of bytes concurrently."""
+    """Return Orbax's handler of these trees, which limits the bytes that it moves at once."""
     import orbax.checkpoint as ocp
 
-    handlers: Any = {}
+    made: Any = {}
     for name, tree in items.items():
         sizes = [math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree)]
-        limit: Any = (max([AT_ONCE, *sizes, sum(sizes) // 16]) + 1) / 1e9  # Orbax refuses an array that is not smaller
-        handlers[name] = ocp.StandardCheckpointHandler(save_concurrent_gb=limit, restore_concurrent_gb=limit)
-    return ocp.CompositeCheckpointHandler(**handlers)
+        most = max([AT_ONCE, *sizes, sum(sizes) // 16])
+        gb: Any = (most + 1) / 1e9  # Orbax refuses an array that is not smaller
+        made[name] = ocp.StandardCheckpointHandler(save_concurrent_gb=gb, restore_concurrent_gb=gb)
+    return ocp.CompositeCheckpointHandler(**made)
 
 
 def _to_items(state: TrainState, eval_params: Params | None) -> dict[str, Any]:
-    """Return the parts of a state to save, all but frozen parameters. eval_params: see `Checkpoints.save`."""
+    """Return what is saved of a state: all but frozen parameters. See `Checkpoints.save`."""
     guard = _Guard(skipped=state.skipped, in_row=state.in_a_row)
     rest = {"step": state.step, "opt_state": state.opt_state, "guard": guard}
     if eval_params is None:
@@ -339,40 +345,34 @@ def _to_items(state: TrainState, eval_params: Params | None) -> dict[str, Any]:
 
 def _describe(tree: Any) -> dict[str, str]:
     """Return the type and shape of each array: {path: "float32[3,4]"}."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}".replace(" ", "") for path, x in leaves}
+    kinds = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}".replace(" ", ""), tree)
+    return {jax.tree_util.keystr(path): kind for path, kind in jax.tree.leaves_with_path(kinds)}
 
 
 def _to_shapes(tree: Any, saved: dict[str, str], as_saved: Sequence[str]) -> Any:
-    """Return the shapes to read, with the names of a checkpoint, and its dtypes if they are in `as_saved`."""
+    """Return the shapes to read, by a checkpoint's names, in its dtypes if they are in `as_saved`.
+
+    Earlier versions saved `lm_head` as an array, not as a module with a `kernel`.
+    """
+
+    def has_head(x: Any) -> bool:
+        return isinstance(x, dict) and "lm_head" in x
 
     def to_shape(path: Any, x: Any) -> jax.ShapeDtypeStruct:
         kind = saved.get(jax.tree_util.keystr(path), "").partition("[")[0]
         dtype = kind if kind in as_saved else x.dtype
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
 
-    return jax.tree.map_with_path(to_shape, _rename_heads(tree, saved))
+    def to_array(x: Any) -> Any:
+        return x | {"lm_head": x["lm_head"]["kernel"]} if has_head(x) else x
 
-
-def _rename_heads(tree: Any, saved: dict[str, str], *, back: bool = False) -> Any:
-    """Return a tree with the names of a checkpoint, which has the paths `saved`. back: with the names of now instead.
-
-    Earlier versions saved `lm_head` as an array, not as a module with a `kernel`.
-    """
-    if not any(path.endswith("['lm_head']") for path in saved):
-        return tree
-
-    def rename(x: Any) -> Any:
-        if not isinstance(x, dict) or "lm_head" not in x:
-            return x
-        head = x["lm_head"]
-        return x | {"lm_head": {"kernel": head} if back else head["kernel"]}
-
-    return jax.tree.map(rename, tree, is_leaf=lambda x: isinstance(x, dict) and "lm_head" in x)
+    if any(path.endswith("['lm_head']") for path in saved):
+        tree = jax.tree.map(to_array, tree, is_leaf=has_head)
+    return jax.tree.map_with_path(to_shape, tree)
 
 
 def _literal(directory: Path) -> Any:
-    """Return a path for Orbax whose `glob`, by which it finds each process's files, takes no name as a pattern."""
+    """Return a path for Orbax, which globs the files of processes: no name is a pattern."""
     from etils import epath
 
     class LiteralPath(type(epath.Path())):
@@ -383,8 +383,8 @@ def _literal(directory: Path) -> Any:
 
 
 def _find_unmerged(manifest: dict[str, Any]) -> str | None:
-    """Return the file without which a checkpoint cannot be read, although Orbax saved it without an error."""
-    merged = (f"state/{name}/manifest.ocdbt" for name in (PARAMS, REST) if manifest["arrays"][name])
+    """Return a file that a checkpoint needs and lacks, although Orbax saved it without an error."""
+    merged = [f"state/{name}/manifest.ocdbt" for name in (PARAMS, REST) if manifest["arrays"][name]]
     return next((name for name in merged if name not in manifest["files"]), None)
 
 
@@ -400,10 +400,11 @@ def _measure(directory: Path) -> dict[str, list]:
         with path.open("rb") as f:  # an `OSError` if training has removed it
             return [path.stat().st_size, hashlib.file_digest(f, "sha256").hexdigest()]
 
-    paths = sorted(path for path in directory.rglob("*") if path.is_file() and not path.name.startswith(MANIFEST))
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    paths = sorted(path for path in files if not path.name.startswith(MANIFEST))
+    names = [path.relative_to(directory).as_posix() for path in paths]
     with ThreadPoolExecutor() as pool:  # hashing releases the GIL
-        found = pool.map(measure, paths)
-        return {path.relative_to(directory).as_posix(): measured for path, measured in zip(paths, found, strict=True)}
+        return dict(zip(names, pool.map(measure, paths), strict=True))
 
 
 def _sync(path: Path) -> None:
@@ -416,5 +417,5 @@ def _sync(path: Path) -> None:
 
 
 def _render(body: dict[str, Any]) -> str:
-    """Return the canonical text of a manifest, with its SHA-256, so that any changed bit is detected."""
+    """Return the canonical text of a manifest, with its SHA-256: any changed bit is detected."""
     return json.dumps({**body, "sha256": json_sha256(body)}, indent=1) + "\n"
