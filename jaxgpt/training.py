@@ -11,7 +11,7 @@ import functools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,7 @@ from jaxgpt.train import Metrics, Params, TrainState, init_and_dropout_keys, why
 if TYPE_CHECKING:
     from jaxgpt.run import Run
 
+Taken = tuple[int, TrainState, Metrics]  # a step's number, the state after it, its metrics
 ROLLOUT = 2  # makes the key of rollouts from the key of initialisation. Adapters have 1
 
 
@@ -74,18 +75,18 @@ def fit(
     setup: bool = True,
     callbacks: Sequence[Callable[[Line], None]] = (),
 ) -> Run:
-    """Train an experiment, or resume its run from the last good checkpoint. Return the run with its best parameters.
+    """Train an experiment, or resume its run. Return the run with its best parameters.
 
     Args:
         experiment: what to train, and how.
         run_dir: the run directory. None means `runs/NAME`, by the name of the experiment.
         fresh: move an old run aside and start over.
-        extend: whether a run may go on to more steps. None means yes, unless its learning rate would rise again.
-        trust_code: resume a run with its own copy of the code of its classes, whatever the experiment's is.
+        extend: whether a run may go on to more steps. None means unless its learning rate would rise.
+        trust_code: resume a run with its own copy of its classes' code.
         progress: show a live bar on a terminal, or lines elsewhere.
         setup: call `configure_jax` first. False leaves the process as it is.
-        callbacks: functions that take each line of metrics.jsonl, and {"step": N, "saved": N} for a checkpoint, in
-            every process.
+        callbacks: functions that take each line of metrics.jsonl, and {"step": N, "saved": N} for a
+            checkpoint, in every process.
 
     Raises:
         UserError: for a mistake of the user, before anything is written.
@@ -101,16 +102,17 @@ def fit(
     first_device()  # here, so that JAX reports a missing device before anything else is done
     with contextlib.ExitStack() as stack:
         with multihost.raise_on_all():  # the user can repair what fails here, so nothing is written yet
-            recorded = read_metadata(directory, trust_code=trust_code) if is_resumable(directory, fresh) else None
-            if recorded is not None and (trust_code or is_trusting()):
-                experiment = with_classes_of(recorded.given, experiment)
+            recorded = None
+            if is_resumable(directory, fresh):
+                recorded = read_metadata(directory, trust_code=trust_code)
+                if trust_code or is_trusting():
+                    experiment = with_classes_of(recorded.given, experiment)
             training = open_training(experiment, directory, recorded, extend=extend)
             profiled = parse_steps(training.experiment.train.profile)
-        multihost_utils.sync_global_devices("connected")  # now: a process that compiles would come too late for it
+        multihost_utils.sync_global_devices("connected")  # now: a process that compiles would be late
         start = multihost.on_process_0(lambda: open_directory(stack, training, recorded, fresh=fresh))
         experiment, trainer, checkpoints = training.experiment, training.trainer, training.checkpoints
         config, is_first = experiment.train, multihost.is_process_0()
-
         step_fn = training.start_compiling(start)
         state = training.restore_or_init(start)
         batches = stack.enter_context(contextlib.closing(training.batches(start)))
@@ -128,30 +130,42 @@ def fit(
             watch()
             return caught(None) is not None
 
-        def validate(state: TrainState) -> float | None:
-            """Return the validation loss, or None if a signal interrupts."""
+        def measure(state: TrainState) -> tuple[float, dict[str, float]] | None:
+            """Return the validation loss, and each source's, or None if a signal interrupts."""
             with log.clock.paused():
-                val_loss, log.val_losses = training.measure_val_loss(trainer.merged_params(state), is_interrupted)
-            return None if is_interrupted() else val_loss
+                losses = training.measure_val_loss(trainer.merged_params(state), is_interrupted)
+            return None if is_interrupted() else losses
 
-        losses = map(checkpoints.val_loss, checkpoints.steps())  # unlike metrics.jsonl, these have checksums
+        def validate(step: int, state: TrainState) -> float | None:
+            """Log the validation loss. Return it if it is finite, and no signal interrupts."""
+            losses = measure(state)
+            if losses is None:
+                return None
+            log.log_validation(step, *losses)
+            if math.isfinite(losses[0]):
+                return losses[0]
+            if step == config.steps:
+                raise training.diverged(f"the last validation loss is {losses[0]}")
+            return None
+
+        losses = map(checkpoints.val_loss, checkpoints.steps())  # unlike metrics.jsonl, with checksums
         best = min((loss for loss in losses if loss is not None), default=math.inf)
         is_measured = any(line["step"] == start and "val_loss" in line for line in log.lines)
         if start and is_eval_step(start, config) and not is_measured:  # a signal had interrupted it
-            val_loss = training.log_validation(log, start, validate(state))
+            val_loss = validate(start, state)
             if val_loss is not None:
                 best = min(best, val_loss)
                 if is_first:
                     checkpoints.set_val_loss(start, val_loss)
         if progress and training.weights is not None and not start:
-            before = validate(state)
+            before = measure(state)
             if before is not None:
-                log.say(f"validation loss of these weights, before the first step: {before:.4f}")
+                log.say(f"validation loss of these weights, before the first step: {before[0]:.4f}")
         signal = caught(None)
         if signal is not None:
             raise Preempted(f"{signal}: step {start} of {config.steps} is saved. {training.how_to_continue}")
 
-        in_flight = InFlight()
+        in_flight = InFlight(training, log)
         is_due = False  # whether a checkpoint is to be saved
         for step in range(start + 1, config.steps + 1):
             watch()
@@ -160,16 +174,16 @@ def fit(
             state, metrics = profiler.take(step, step_fn, state, batch, training.dropout_key)
             in_flight.add(step, rolled_out | metrics)
             if step == start + 1:  # which compiles, so the others wait for it
-                training.log_steps(log, in_flight.settle())
+                in_flight.settle()
                 log.log_first_step(step, time.monotonic() - began)
-            training.log_steps(log, in_flight.settle(IN_FLIGHT))
+            in_flight.settle(IN_FLIGHT)
             checkpoints.raise_if_failed()
 
             signal = caught(step)
             val_loss = None
             if signal is None and is_eval_step(step, config):
-                training.log_steps(log, in_flight.settle())
-                val_loss = training.log_validation(log, step, validate(state))
+                in_flight.settle()
+                val_loss = validate(step, state)
                 signal = caught(None)
             if val_loss is not None and val_loss < best:
                 best, is_due = val_loss, True
@@ -178,9 +192,9 @@ def fit(
             if signal is not None or step % config.checkpoint_every == 0 or step == config.steps:
                 is_due = True
             if is_due:
-                training.log_steps(log, in_flight.settle())
-                # After skipped steps the parameters may be bad, unless the validation loss is finite. They must not
-                # replace good ones: the next step taken is saved instead.
+                in_flight.settle()
+                # After skipped steps the parameters may be bad, unless the validation loss is finite.
+                # They must not replace good ones: the next step taken is saved instead.
                 if not in_flight.skipped_in_a_row or val_loss is not None or signal is not None:
                     watch()
                     training.save(step, state, val_loss, log)
@@ -197,22 +211,25 @@ def fit(
 class InFlight:
     """The steps whose metrics are still on the device, so that the host runs ahead of it by a few."""
 
-    def __init__(self) -> None:
+    def __init__(self, training: Training, log: RunLog) -> None:
         """Begin without steps."""
-        self._steps: deque[tuple[int, Metrics]] = deque()
+        self._training, self._log, self._steps = training, log, deque[tuple[int, Metrics]]()
         self.skipped_in_a_row = 0  # as the last settled step has it
 
     def add(self, step: int, metrics: Metrics) -> None:
         """Add a step that has been dispatched."""
         self._steps.append((step, metrics))
 
-    def settle(self, most: int = 0) -> Iterator[tuple[int, Metrics]]:
-        """Yield the oldest steps and their metrics, as numbers, until at most `most` are in flight. It waits for them."""
+    def settle(self, most: int = 0) -> None:
+        """Wait for the oldest steps and log them. Raise `Diverged` after too many skipped in a row."""
         while len(self._steps) > most:
             step, arrays = self._steps.popleft()
             metrics = {name: float(x) for name, x in arrays.items()}
-            self.skipped_in_a_row = int(metrics["in_a_row"])
-            yield step, metrics
+            self._log.log_step(step, metrics)
+            self.skipped_in_a_row = count = int(metrics["in_a_row"])
+            if count >= self._training.experiment.optim.max_skipped:
+                why = f"{count} steps in a row were skipped, up to step {step}: {why_skipped(metrics)}"
+                raise self._training.diverged(why)
 
 
 def is_eval_step(step: int, config: TrainConfig) -> bool:
@@ -222,11 +239,11 @@ def is_eval_step(step: int, config: TrainConfig) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
-    """A run in training, all of whose mistakes have been found: its experiment, data, compiled steps and checkpoints."""
+    """A run in training: its experiment, data, compiled steps and checkpoints. All mistakes are found."""
 
     directory: Path
     given: Experiment  # as the user configured it
-    experiment: Experiment  # as it is trained: with the architecture of its weights, and the size of its vocabulary
+    experiment: Experiment  # as it is trained: with its weights' architecture and its vocabulary's size
     dataset: Dataset
     trainer: Trainer
     weights: Callable[[], Weights] | None  # opens the weights of `train.init_from`, if there are any
@@ -234,8 +251,8 @@ class Training:
 
     @functools.cached_property
     def keys(self) -> tuple[jax.Array, jax.Array]:
-        """Return the keys of initialisation and of dropout."""
-        return jax.jit(lambda: init_and_dropout_keys(self.experiment.train.seed))()  # one program instead of four
+        """Return the keys of initialisation and of dropout, by one program instead of four."""
+        return jax.jit(lambda: init_and_dropout_keys(self.experiment.train.seed))()
 
     @property
     def dropout_key(self) -> jax.Array:
@@ -248,7 +265,7 @@ class Training:
         return f"To continue: {shell_line('jaxgpt', 'train', '--run-dir', self.directory)}"
 
     def start_compiling(self, start: int) -> StepFn:
-        """Compile the step in a thread, if one device takes it from step `start` on. Return a step that waits for it."""
+        """Compile the step in a thread, if one device takes it. Return a step that waits for it."""
         trainer = self.trainer
         if start == self.experiment.train.steps or trainer.strategy.name != ONE_DEVICE:
             return trainer.train_step
@@ -259,32 +276,46 @@ class Training:
 
     def restore_or_init(self, step: int) -> TrainState:
         """Return the state after `step` steps: a checkpoint, or the initial state for 0."""
-        strategy, like, read = self.trainer.strategy, self.trainer.abstract_state, None
-        if self.weights is not None and (like.frozen_params is not None or not step):
-            read = self.weights().read(like.params if like.frozen_params is None else thawed_shapes(like.frozen_params))
+        like, from_checkpoint = self.trainer.abstract_state, self.trainer.strategy.from_checkpoint
+        frozen, params = like.frozen_params, None
+        if self.weights is not None and (frozen is not None or not step):
+            params = self.weights().read(like.params if frozen is None else thawed_shapes(frozen))
         if not step:
-            return self.trainer.init_state(self.keys[0], None if read is None else strategy.from_checkpoint(read))
-        frozen = None if read is None else jax.jit(freeze, static_argnums=0)(self.experiment.lora, read)
+            params = None if params is None else from_checkpoint(params)
+            return self.trainer.init_state(self.keys[0], params)
+        if params is not None:
+            frozen = jax.jit(freeze, static_argnums=0)(self.experiment.lora, params)
         state = dataclasses.replace(self.checkpoints.restore(step, like), frozen_params=frozen)
-        return strategy.from_checkpoint(state)
+        return from_checkpoint(state)
 
-    def batches(self, start: int) -> Generator[Batch]:
-        """Yield the batches of the steps after `start`, with the rows of this process, for `shard_batch`."""
-        return self._read(start, self.trainer.strategy.local_rows(self.experiment.train.batch_size))
+    def batches(self, start: int, *, whole: bool = False) -> Generator[Batch]:
+        """Yield the batches of the steps after `start`, with this process's rows, or the whole ones."""
+        train, split = self.experiment.train, self.dataset.train
+        batches = training_batches(
+            split,
+            block_size=self.experiment.model.block_size,
+            batch_size=train.batch_size,
+            seed=train.seed,
+            start_step=start,
+            rows=None if whole else self.trainer.strategy.local_rows(train.batch_size),
+        )
+        blame = checks.blame_own_classes(self.experiment.data, split.training_rows)
+        with blame, contextlib.closing(batches):
+            yield from batches
 
     def whole_batch(self, step: int, state: TrainState | None = None) -> Batch:
         """Return the batch of one step, with the rows of all devices and processes.
 
-        state: the state before the step. A rollout completes the batch with its parameters. None means no rollout.
+        state: the state before the step, for a rollout. None means no rollout.
         """
-        with contextlib.closing(self._read(step - 1, None)) as batches:
+        with contextlib.closing(self.batches(step - 1, whole=True)) as batches:
             batch = next(batches)
         return batch if state is None else self._roll_out(step, state, batch)[0]
 
     def shard_batch(self, step: int, state: TrainState, batch: Batch) -> tuple[Batch, Metrics]:
-        """Return a step's batch as the compiled step takes it, and the metrics of its rollout, if its data have one.
+        """Return a step's batch as the compiled step takes it, and its rollout's metrics, if any.
 
-        state: the state before the step. Raises `UserError` for a rollout without the shapes of `shape_batch`.
+        state: the state before the step. Raises `UserError` for a rollout unlike `shape_batch`.
         """
         batch, metrics = self._roll_out(step, state, batch)
         batch = self.trainer.strategy.shard_batch(batch)
@@ -299,21 +330,8 @@ class Training:
         key = jax.random.fold_in(jax.random.fold_in(self.keys[0], ROLLOUT), step)
         return self.dataset.roll_out(self.trainer, params, batch, key)
 
-    def _read(self, start: int, rows: np.ndarray | None) -> Generator[Batch]:
-        data, method = self.experiment.data, self.dataset.train.training_rows
-        batches = training_batches(
-            self.dataset.train,
-            block_size=self.experiment.model.block_size,
-            batch_size=self.experiment.train.batch_size,
-            seed=self.experiment.train.seed,
-            start_step=start,
-            rows=rows,
-        )
-        with checks.blame_own_classes(data, method), contextlib.closing(batches):
-            yield from batches
-
-    def take_steps(self, state: TrainState, start: int, stop: int) -> Iterator[tuple[int, TrainState, Metrics]]:
-        """Yield (step, state, metrics) after each step from `start` + 1 to `stop`. The next step donates the state."""
+    def take_steps(self, state: TrainState, start: int, stop: int) -> Iterator[Taken]:
+        """Take the steps from `start` + 1 to `stop`. Each donates the state that the last has made."""
         with contextlib.closing(self.batches(start)) as batches:
             for step in range(start + 1, stop + 1):
                 batch, rolled_out = self.shard_batch(step, state, next(batches))
@@ -324,9 +342,9 @@ class Training:
     def measure_val_loss(
         self, params: Params, is_interrupted: Callable[[], bool] = lambda: False
     ) -> tuple[float, dict[str, float]]:
-        """Return (validation loss, loss of each source of a mixture). The first is averaged by the weights of the sources.
+        """Return (validation loss, loss of each source of a mixture), the first averaged by weight.
 
-        params: as `Trainer.merged_params` returns them. is_interrupted: asked after each batch, whether to stop there.
+        params: those of `Trainer.merged_params`. is_interrupted: asked after each batch.
         """
         parts, most = parts_of(self.dataset.val), self.experiment.train.eval_tokens
         each = None if most is None else max(most // len(parts), 1)
@@ -344,7 +362,7 @@ class Training:
     def _validation_windows(
         self, split: Split, max_tokens: int | None, is_interrupted: Callable[[], bool]
     ) -> Iterator[Batch]:
-        """Yield the batches over which the loss of a split is measured, sharded over the devices."""
+        """Yield the batches over which a split's loss is measured, sharded over the devices."""
         strategy, size = self.trainer.strategy, self.validation_batch_size
         with checks.blame_own_classes(self.experiment.data, split.validation_rows):
             windows = validation_batches(
@@ -359,25 +377,6 @@ class Training:
                 if is_interrupted():
                     return
 
-    def log_steps(self, log: RunLog, steps: Iterable[tuple[int, Metrics]]) -> None:
-        """Log steps that are done. Raise `Diverged` after `optim.max_skipped` skipped ones in a row."""
-        for step, metrics in steps:
-            log.log_step(step, metrics)
-            count = int(metrics["in_a_row"])
-            if count >= self.experiment.optim.max_skipped:
-                raise self.diverged(f"{count} steps in a row were skipped, up to step {step}: {why_skipped(metrics)}")
-
-    def log_validation(self, log: RunLog, step: int, val_loss: float | None) -> float | None:
-        """Log a validation loss, if it was measured. Return it if it is finite. Raise `Diverged` if the last is not."""
-        if val_loss is None:
-            return None
-        log.log_validation(step, val_loss)
-        if math.isfinite(val_loss):
-            return val_loss
-        if step == self.experiment.train.steps:
-            raise self.diverged(f"the last validation loss is {val_loss}")
-        return None
-
     def diverged(self, why: str) -> Diverged:
         """Return the error of a run that no longer learns."""
         remedy = "Start over (--fresh) and lower --optim.learning-rate, or raise --optim.warmup-steps"
@@ -387,15 +386,14 @@ class Training:
         """Start to save a checkpoint. Raise `CheckpointSaveError` if the run directory is gone."""
         if multihost.is_process_0() and not is_run(self.directory):
             raise CheckpointSaveError(f"{self.directory} was deleted or moved, so step {step} is not saved")
-        trainer = self.trainer
+        trainer, to_checkpoint = self.trainer, self.trainer.strategy.to_checkpoint
         with log.clock.paused():
-            to_checkpoint = trainer.strategy.to_checkpoint
             others = None if trainer.eval_params is None else to_checkpoint(trainer.eval_params(state))
             self.checkpoints.save(to_checkpoint(state), step, val_loss, eval_params=others)
         log.tell({"step": step, "saved": step})
 
     def close(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Wait for the last save, unless the error of this process leaves another one waiting for it."""
+        """Wait for the last save, unless this process's error leaves another one waiting for it."""
         is_lost = isinstance(error, Exception) and not isinstance(error, RaisedOnAllProcesses)
         if not (is_lost and multihost.is_multiprocess()):
             self.checkpoints.close()
@@ -415,20 +413,21 @@ def open_training(
     extend: bool | None = None,
     remedy: str = "to train it on, name that text with --data.path, or another --run-dir, or start over with --fresh",
 ) -> Training:
-    """Check all that the user decides, without writing anything, and return the training. Raises `UserError`.
+    """Check all that the user decides, writing nothing, and return the training.
 
-    recorded: the metadata of the run to resume, or to take steps of again. None means a new run. See `jaxgpt.fit` for
-    `extend`, and `reopen_dataset` for `remedy`.
+    recorded: the metadata of the run to resume, or to take steps of again. None means a new run. See
+    `jaxgpt.fit` for `extend`, and `reopen_dataset` for `remedy`.
     """
     if recorded is not None:
         experiment = with_horizons(recorded, experiment, extend=extend)
         check_same_code(experiment, directory, recorded.code)
         check_same_configuration(recorded, experiment)
     train = experiment.train
-    checkpoints = Checkpoints(directory / "checkpoints", keep_last=train.keep_last, keep_every=train.keep_every)
+    checkpoints = Checkpoints(directory / "checkpoints", train.keep_last, train.keep_every)
     if recorded is not None:
         checkpoints.check_depth(recorded.model)
     resolved, weights = resolve_init_from(experiment, recorded)
+    data_class = type(resolved.data).__name__
     with checks.blame_own_classes(resolved.data, resolved.data.open_dataset):
         if recorded is None:
             dataset = resolved.data.open_dataset(resolved.model)
@@ -438,9 +437,9 @@ def open_training(
         if not isinstance(dataset, Dataset):
             raise TypeError(f"it returns a {type(dataset).__name__}, and must return a Dataset of jaxgpt.data.pipeline")
         if any(own_classes(resolved.data)) and "tokenizer_sha256" not in dataset.fingerprint:
-            raise UserError(f"{type(resolved.data).__name__}.open_dataset: {needs}")
+            raise UserError(f"{data_class}.open_dataset: {needs}")
     if dataset.roll_out is not None and multihost.is_multiprocess():
-        raise UserError(f"{type(resolved.data).__name__} draws its rows from the model, in one process: start only one")
+        raise UserError(f"{data_class} draws its rows from the model, in one process: start only one")
     resolved = dataclasses.replace(resolved, model=resolve_vocab(resolved.model, dataset.tokenizer))
     with checks.watch_own_modules(resolved):
         trainer = make_trainer(resolved, recorded=None if recorded is None else recorded.given)
@@ -477,12 +476,12 @@ def check_first_step(training: Training) -> None:
         return
     with checks.blame_own_classes(training.experiment):
         state = training.restore_or_init(0)
-        params = trainer.merged_params(state)
-        nats, _ = training.measure_val_loss(params, is_interrupted=lambda: True)  # after the first batch
+        nats, _ = training.measure_val_loss(trainer.merged_params(state), lambda: True)  # of one batch
         ((_, state, metrics),) = training.take_steps(state, 0, 1)
     to_blame, how = name_with_place(own[0]), None
-    if int(metrics["in_a_row"]):  # the step was skipped
-        how = f"at the first step the {why_skipped(metrics)}"
+    skipped = why_skipped(metrics)
+    if skipped is not None:
+        how = f"at the first step the {skipped}"
         before = training.restore_or_init(0)
         params, batch = gather_params(trainer, before), training.whole_batch(1, before)
         if params is not None:
@@ -502,9 +501,9 @@ def check_first_step(training: Training) -> None:
 def open_directory(
     stack: contextlib.ExitStack, training: Training, recorded: RunMetadata | None, *, fresh: bool
 ) -> int:
-    """Begin a run directory, or rewind it to its newest good checkpoint. Return the step to go on after.
+    """Begin a run directory, or rewind it to its newest good checkpoint. Return that step.
 
-    stack: keeps the directory locked. recorded: the metadata of the run to resume. None means a new run.
+    stack: keeps the directory locked. recorded: the run to resume. None means a new one.
     """
     directory = training.directory
     stack.enter_context(lock_run(directory, fresh))
@@ -535,27 +534,28 @@ def open_directory(
 
 
 def introduction(training: Training, start: int) -> Iterator[str]:
-    """Yield lines that describe a run: its model, hardware and data, and `start`, the step to resume from."""
+    """Yield lines about a run's model, hardware and data, and `start`, the step to resume from."""
     experiment, trainer, dataset = training.experiment, training.trainer, training.dataset
     strategy, split, train = trainer.strategy, trainer.split, experiment.train
+    context, rows = experiment.model.block_size, train.batch_size
     n_params, in_adapters = trainer.parameters
     adapters = f" and {in_adapters:,} in adapters, the only ones trained" if in_adapters else ""
     hardware = f"{len(strategy.devices)} x {first_device().device_kind}, {trainer.options.reason}"
     yield f"{experiment.name}: {n_params:,} parameters{adapters}, {hardware}"
     if training.weights is not None and not start:
-        whole, context = training.weights().config.block_size, experiment.model.block_size
+        whole = training.weights().config.block_size
         yield f"starting from {train.init_from}, with a context of {context:,} tokens"
         if context < whole:
             yield f"the weights' context of {whole} tokens is cut to {context}: --model.block-size {whole} keeps it"
     if (parts := strategy.data_parallel_size) * (micro := split.grad_accum_steps) > 1:
         each = f"{micro} micro-batch{'es' * (micro > 1)} of {split.micro_batch_size}"
-        yield f"{strategy.name}: {train.batch_size} sequences per step are {parts} parts of {each}"
+        yield f"{strategy.name}: {rows} sequences per step are {parts} parts of {each}"
     tokens = f"{len(dataset.train):,} training and {len(dataset.val):,} validation tokens"
-    per_step = f"{train.batch_size * experiment.model.block_size:,} tokens per step"
-    yield f"{tokens}, vocabulary {experiment.model.vocab_size}; {per_step}; run in {training.directory}"
+    size = f"vocabulary {experiment.model.vocab_size}; {rows * context:,} tokens per step"
+    yield f"{tokens}, {size}; run in {training.directory}"
     for name, (weight, part) in parts_of(dataset.train).items():
         if name:
-            epochs = weight * train.steps * train.batch_size * experiment.model.block_size / len(part)
+            epochs = weight * train.steps * rows * context / len(part)
             yield f"{name}: {100 * weight:.4g}% of the sequences, {epochs:.3g} epochs of its {len(part):,} training tokens"
     yield from dataset.notes
     given, warmup = experiment.optim.warmup_steps, experiment.optim.warmup(train.steps)

@@ -73,7 +73,7 @@ class Checkpoints:
         keep_every: keep the multiples of this many steps as well. None means no others.
     """
 
-    def __init__(self, directory: Path, *, keep_last: int = 1, keep_every: int | None = None):
+    def __init__(self, directory: Path, keep_last: int = 1, keep_every: int | None = None):
         self._directory = directory.absolute()
         if re.search(r"[\\\ud800-\udfff]", self._directory.as_posix()):
             why = "a backslash or is not UTF-8, so that TensorStore would write elsewhere"

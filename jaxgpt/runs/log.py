@@ -48,7 +48,6 @@ class RunLog:
         self._config, self._start, self._callbacks = experiment.train, start, callbacks
         self._directory, self._name = directory, experiment.name
         self._tokens_per_step = experiment.train.batch_size * experiment.model.block_size
-        self.val_losses: dict[str, float] = {}  # the sources' of a mixture, at the next validation to be logged
         self.lines = read_metrics(directory / "metrics.jsonl")  # losses of this session are appended
         limits = PEAKS.get(trainer.strategy.devices[0].device_kind)  # None for an unknown device, without MFU
         flops = train_flops_per_token(experiment.model, *trainer.parameters)
@@ -103,14 +102,14 @@ class RunLog:
         self._logged_at = (step, self.clock.working())
         self.say(f"first step after {seconds:.1f} s (tracing and compilation; a second start finds it compiled)")
 
-    def log_validation(self, step: int, val_loss: float) -> None:
-        """Record a validation loss, and `val_losses` with it."""
+    def log_validation(self, step: int, val_loss: float, val_losses: dict[str, float]) -> None:
+        """Record a validation loss, and that of each source of a mixture."""
         line: Line = {"step": step, "val_loss": val_loss}
-        if self.val_losses:
-            line["val_losses"] = self.val_losses
+        if val_losses:
+            line["val_losses"] = val_losses
         self._write(line)
         self.lines.append(line)
-        each = ", ".join(f"{Path(name).name} {loss:.3f}" for name, loss in self.val_losses.items())
+        each = ", ".join(f"{Path(name).name} {loss:.3f}" for name, loss in val_losses.items())
         self._values["val"] = f"val {val_loss:.3f}" + (f" ({each})" if each else "")
         self._display(step, is_due=True)
 
