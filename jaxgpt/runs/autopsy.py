@@ -1,4 +1,4 @@
-"""Repeat a step that was not finite, and find the first module with an output that is not finite."""
+"""Repeat a step that was not finite, and find the first module whose output was not."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ LARGEST_NORM = float(np.finfo(np.float32).max) ** 0.5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NonFiniteReport:
-    """First non-finite output, and the norms, of one step. A layer is a group of parameters: wte, h_0, ..."""
+    """First non-finite output, and the norms, of one step, by layer: wte, h_0, ..."""
 
-    first: str | None  # what computed the first non-finite value from finite ones. None means that all were finite
+    first: str | None  # what made the first non-finite value of finite ones. None means that nothing did
     culprit: str | None  # file, line and name of the class that did, if it is a user's own
     parameter_norms: dict[str, float]  # by layer
     gradient_norms: dict[str, float]  # by layer, of the mean loss
-    bad_parameters: tuple[str, ...]  # paths of parameters with non-finite values, such as h_0/mlp/c_fc/kernel
+    bad_parameters: tuple[str, ...]  # paths of those with non-finite values: h_0/mlp/c_fc/kernel
 
 
 @contextlib.contextmanager
 def watch_calls(is_bad: Callable[[Any], jax.Array], called: Modules) -> Iterator[list[jax.Array]]:
-    """Yield a list that gets, for each call of a module, as it returns, whether it makes bad outputs of good inputs.
+    """Yield a list that gets, as each call of a module returns, whether it makes bad of good.
 
     called: takes the name and the class of each. The inner one of two modules returns first.
     """
@@ -79,8 +79,8 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
 
     def is_bad(tree: Any) -> jax.Array:
         arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
-        floats = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
-        return jnp.asarray([~jnp.isfinite(x).all() for x in floats], bool).any()  # also if there are none
+        bad = [~jnp.isfinite(x).all() for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
+        return jnp.asarray(bad, bool).any()  # also if there are none
 
     def loss(params: Params, micro: Batch, key: jax.Array) -> Any:
         with watch_calls(is_bad, called) as flags:
@@ -104,7 +104,7 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
             first, cls = "the loss, of finite logits", type(trainer.objective)
         total = grads if total is None else jax.tree.map(jnp.add, total, grads)
         targets += float(count)
-    gradient_norms = {name: norm / max(targets, 1.0) for name, norm in _norms(total).items()}
+    gradient_norms = _norms(jax.tree.map(lambda x: x / max(targets, 1.0), total))
     bad_gradients = [name for name, norm in gradient_norms.items() if not np.isfinite(norm)]
     if first is None and bad_gradients:
         first = f"the backward pass, in the gradients of {', '.join(bad_gradients)}; the forward pass is finite"
@@ -136,7 +136,7 @@ def _norms(tree: Any) -> dict[str, float]:
 
 def format_report(found: NonFiniteReport) -> str:
     """Format a report as lines of text."""
-    bad = ", ".join(found.bad_parameters[:8]) + (" and more" if len(found.bad_parameters) > 8 else "")
+    bad = ", ".join(found.bad_parameters[:8]) + " and more" * (len(found.bad_parameters) > 8)
     width = max(len(name) for name in found.parameter_norms)
     lines = [
         f"first not finite: {found.first or 'nothing: the step is finite when repeated'}",

@@ -1,4 +1,4 @@
-"""Check the user's own pieces of an experiment before anything is written: one line for each mistake."""
+"""Check a user's own pieces before anything is written: one line for each mistake."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.code import find_place, name_with_place, own_classes, place_of
 
 LOG = logging.getLogger(__name__)
-LARGEST_CHECKED = 2**28  # parameters of a model that is also run on one device, in float32, before it is trained
+LARGEST_CHECKED = 2**28  # parameters of a model that is run on one device before it is trained
 PLACED = re.compile(r"[^ ]+:\d+: ")  # a message that begins with file and line
 DIFFERS = 1e-4  # relative to the largest value: far more than rounding
 
@@ -64,7 +64,7 @@ def blame_own_classes(config: Any, method: Any = None, failed: Sequence[nn.Modul
 
 @contextlib.contextmanager
 def watch_own_modules(experiment: Experiment) -> Iterator[None]:
-    """Do as `blame_own_classes` while modules are traced. Refuse outputs that have another shape than their inputs."""
+    """Do as `blame_own_classes` while modules are traced, and refuse outputs of another shape."""
     failed: list[nn.Module] = []
 
     def watch(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
@@ -92,7 +92,7 @@ def _is_ours(module: Any) -> bool:
 
 
 def check_batch(batch: Batch, needed: Batch, method: Any, data: DataConfig) -> None:
-    """Raise `UserError` unless a batch that a method has made has the arrays that `shape_batch` says."""
+    """Raise `UserError` unless a batch that a method has made is as `shape_batch` says."""
     if (got := _describe(batch)) != (expected := _describe(needed)):
         said = f"makes {got}, but {type(data).__name__}.shape_batch says {expected}"
         raise UserError(f"{name_with_place(method)} {said}: change one of them")
@@ -108,8 +108,8 @@ def _describe(batch: Batch) -> str:
 def check_rows(experiment: Experiment, dataset: Dataset, batch_size: int) -> None:
     """Raise `UserError` for rows of a user's own data that are not as `Split` says.
 
-    The first row of each split is read, and the last one of a validation in batches of `batch_size` rows. A rollout
-    makes its batches of other arrays, which `check_batch` compares at each step.
+    The first row of each split is read, and the last one of a validation in batches of `batch_size`
+    rows. A rollout makes its batches of other arrays, which `check_batch` compares at each step.
     """
     if dataset.roll_out is not None:
         return
@@ -133,7 +133,7 @@ def check_rows(experiment: Experiment, dataset: Dataset, batch_size: int) -> Non
 
 
 def _read_row(read: RowReader, number: int, method: Any, needed: Batch, experiment: Experiment) -> Batch:
-    """Read a row, as a batch of one, and check its arrays and its tokens. A validation may have a mask."""
+    """Read a row, as a batch of one, and check it. That of a validation may have a mask."""
     row = Batch(*jax.tree.map(lambda x: np.asarray(x)[None], tuple(read(number))))
     if needed.mask_BT is None and method.__name__ == "validation_rows" and row.mask_BT is not None:
         needed = needed._replace(mask_BT=jax.ShapeDtypeStruct(row.inputs_BT.shape, bool))
@@ -148,7 +148,7 @@ def _read_row(read: RowReader, number: int, method: Any, needed: Batch, experime
 
 
 def check_step(experiment: Experiment, trainer: Trainer) -> None:
-    """Trace a step and a validation, if the experiment has classes of its own. Raise `UserError` for what does not fit."""
+    """Trace a step and a validation of own classes. Raise `UserError` for what does not fit."""
     if not any(own_classes(experiment)):
         return
     state, batch, key = trainer.abstract_state, trainer.abstract_batch, jax.eval_shape(jax.random.key, 0)
@@ -196,7 +196,7 @@ def check_model(experiment: Experiment, batch: Batch) -> None:
 
     def read(key: jax.Array) -> tuple[jax.Array, ...]:
         params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-        # With noise in the parameters: projections that begin as zero would hide what their inputs are.
+        # With noise in the parameters: projections that begin as zero would hide their inputs.
         noise = optax.tree.random_like(jax.random.fold_in(key, 1), params)
         noisy = {"params": optax.tree.add_scale(params, 0.05, noise)}
         own = inspect.signature(type(model).__call__).parameters  # other extras are the objective's

@@ -43,7 +43,7 @@ class CodeError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """Python files that belong together: one that was named, and what it imports from its folder."""
+    """Python files that belong together: one that was named, and what it imports there."""
 
     folder: Path
     files: Mapping[str, bytes]  # by path from the folder, such as "moe.py" or "lab/moe.py"
@@ -176,13 +176,12 @@ def _run(code: Code, module: str, path: Path) -> types.ModuleType:
         sys.modules.pop(tagged, None)
         if not isinstance(e, Exception | SystemExit):
             raise
-        remedy = "repair the experiment file"
+        place, said = find_place(e) or f"{path}:1: ", f"{type(e).__name__}: {e}"
+        if isinstance(e, UserError):
+            raise CodeError(f"{place}{e}") from e
         if isinstance(e, SyntaxError):
-            said = f"{e.filename or path}:{e.lineno or 1}: {e.msg}: {remedy}"
-        else:
-            said = str(e) if isinstance(e, UserError) else f"{type(e).__name__}: {e}: {remedy}"
-            said = f"{find_place(e) or f'{path}:1: '}{said}"
-        raise CodeError(said) from e
+            place, said = f"{e.filename or path}:{e.lineno or 1}: ", e.msg
+        raise CodeError(f"{place}{said}: repair the experiment file") from e
     if tagged not in sys.modules:
         file = sys.modules[module].__file__
         raise CodeError(f"{module} was imported from {file}, so {path} needs a process of its own")
@@ -193,7 +192,7 @@ def _run(code: Code, module: str, path: Path) -> types.ModuleType:
 def _importing(code: Code) -> Iterator[None]:
     """Let imports find the files of this code first, and hide modules of the same names.
 
-    Afterwards what was imported is in `sys.modules` as MODULE@DIGEST, and the others are there again.
+    Afterwards what was imported is in `sys.modules` as MODULE@DIGEST, as the others are again.
     """
     tops = {Path(name).parts[0].removesuffix(".py") for name in code.files}
 
@@ -236,14 +235,12 @@ def run_file(path: Path) -> types.ModuleType:
 
 def code_of(cls: type) -> Code | None:
     """Return the files of a class, as they are now, or None if it is in none, as in a notebook."""
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    if file is None or not Path(file).is_file():
-        return None
-    return collect(Path(file), class_name(cls).partition(":")[0])
+    file = Path(getattr(sys.modules.get(cls.__module__), "__file__", None) or "")
+    return collect(file, class_name(cls).partition(":")[0]) if file.is_file() else None
 
 
 def own_code(config: Any) -> Code | None:
-    """Return the files of all classes in a configuration that are not jaxgpt's, if there are any."""
+    """Return the files of a configuration's classes that are not jaxgpt's, if there are any."""
     codes = list(filter(None, map(code_of, own_classes(config))))
     files = {name: raw for code in codes for name, raw in code.files.items()}
     return Code(codes[0].folder, files) if codes else None
@@ -259,7 +256,7 @@ def own_classes(config: Any) -> Iterator[type]:
 
 
 def keep_code(directory: Path, code: Code) -> None:
-    """Write the code that a user trains with into a run directory, and trust it here from now on."""
+    """Write the code that a user trains with into a run directory, and trust it from now on."""
     code.write(directory / FOLDER)
     make_cache(_trusted())
     (_trusted() / json_sha256(code.digests)).touch()
@@ -291,7 +288,7 @@ def with_classes_of(known: Experiment, experiment: Experiment) -> Experiment:
 
 
 def find_class_in(*configs: Any) -> Callable[[type, str], type]:
-    """Return a `find_class` of `from_dict` that knows the classes in configurations, the last's first."""
+    """Return a `find_class` of `from_dict` that knows configurations' classes, the last's first."""
     known = {class_name(cls): cls for config in configs for cls in own_classes(config)}
 
     def find(base: type, name: str) -> type:
@@ -309,13 +306,13 @@ def _trusted() -> Path:
 def find_class(
     base: type, name: str, directory: Path, digests: dict[str, str] | None, *, trusted: bool = False
 ) -> type:
-    """Return the subclass of `base` with this name and code: one that was imported, or the run's own.
+    """Return the subclass of `base` with this name and code: an imported one, or the run's own.
 
     Args:
         base: the class of which it must be a subclass.
         name: "module:Class".
         directory: the run directory.
-        digests: the SHA-256 of the code that the run was trained with. None means that it was in no file.
+        digests: the SHA-256 of the run's code. None means that it was in no file.
         trusted: run the code even if this user has not trained with it here.
 
     Raises:
@@ -337,10 +334,9 @@ def find_class(
         raise CodeError(f"{place} is not the code that the run was trained with: restore {changed}")
     if not (trusted or _TRUSTED or (_trusted() / json_sha256(code.digests)).exists()):
         brought = f"{', '.join(digests)} (SHA-256 {digests[file][:12]}...)"
-        raise CodeError(
-            f"{directory} brings code of its own, {brought}, and you have not trained with it on this machine: "
-            f"read it in {place}, then add --trust-code (trust_code=True) to run it"
-        )
+        remedy = f"read it in {place}, then add --trust-code (trust_code=True) to run it"
+        said = f"{directory} brings code of its own, {brought}"
+        raise CodeError(f"{said}, and you have not trained with it on this machine: {remedy}")
     found: Any = sys.modules.get(f"{module}{code.tag}")
     if found is None:
         # In the run's folder Python would also find bytecode, libraries and links without a digest.
@@ -370,10 +366,9 @@ def _is_made_of(cls: type, digests: dict[str, str] | None) -> bool:
 
 
 def check_same_code(experiment: Experiment, directory: Path, digests: dict[str, str] | None) -> None:
-    """Raise `UserError` unless an experiment's classes are made of the code that a run was trained with.
+    """Raise `UserError` unless an experiment's classes are made of the code of a run.
 
-    Comments, docstrings, `experiment`, `variants` and `callbacks` may differ: configurations are
-    compared on their own.
+    Comments, docstrings, `experiment`, `variants` and `callbacks` may differ.
     """
     code = own_code(experiment)
     if code is None or digests is None:
@@ -382,11 +377,10 @@ def check_same_code(experiment: Experiment, directory: Path, digests: dict[str, 
     for name, digest in code.digests.items():
         before = digests.get(name, "absent")
         if before != digest and _program(kept.get(name, b"")) != _program(code.files[name]):
-            changed = f"(SHA-256 {before[:12]} -> {digest[:12]})"
             raise UserError(
-                f"{name} has changed since {directory} was trained with it {changed}: restore it, "
-                "name another --run-dir, start over with --fresh, or continue with the run's own copy "
-                "by --trust-code (trust_code=True)"
+                f"{name} has changed since {directory} was trained with it "
+                f"(SHA-256 {before[:12]} -> {digest[:12]}): restore it, name another --run-dir, start over "
+                "with --fresh, or continue with the run's own copy by --trust-code (trust_code=True)"
             )
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # 0.1 s to import
 RUNS = Path("runs")
 LOCK = ".lock"
 PATIENCE = 0.2  # seconds: `is_training` holds the lock for an instant
-FORMAT = 2  # version of experiment.json and the run directory. It is raised when an older reader would misread it
+FORMAT = 2  # of experiment.json and the run directory, raised when an older reader would misread it
 # Names of files in the directory of a run that was killed before it wrote experiment.json.
 BEGINNINGS = re.compile(
     r"\.lock|(tokenizer|tokenizer_config|special_tokens_map|experiment)\.json(\..*)?|chat_template\.jinja|hf|code"
@@ -46,7 +46,7 @@ LARGEST_METADATA = 2**24  # longest experiment.json to read, in bytes: about 100
 
 
 def is_run(directory: Path) -> bool:
-    """Return whether a directory holds a run. Raises `UserError` for an address such as gs://bucket/run."""
+    """Return whether a directory holds a run. Raises `UserError` for an address: gs://bucket/run."""
     if re.match(r"[A-Za-z][\w+.-]+:/", str(directory)):  # `Path` has made one slash of two
         raise UserError(f"{directory} is an address: a run needs a directory of this machine")
     return is_there(directory, "A run directory is needed.") and (directory / "experiment.json").exists()
@@ -80,7 +80,7 @@ def clear_beginning(directory: Path) -> None:
 
 
 def find_run(run: str | Path | None) -> Path:
-    """Return a run directory, by default the newest under `runs/`. Raises `UserError` if it is not a run directory."""
+    """Return a run directory, by default the newest under `runs/`. Raises `UserError` if it is none."""
     check_value("run", run, str | os.PathLike | None)
     if run is not None and is_run(directory := Path(run)):
         return directory
@@ -122,12 +122,12 @@ def lock_run(directory: Path, fresh: bool, doing: str = "trained", option: str =
 
 
 def is_training(directory: Path) -> bool:
-    """Return whether a process trains in a directory, which may be read-only. Always False on Windows."""
-    with contextlib.suppress(ImportError, OSError), open(directory / LOCK, "rb") as f:  # closing releases the lock
+    """Return whether a process trains in a directory, perhaps a read-only one. False on Windows."""
+    with contextlib.suppress(ImportError, OSError), open(directory / LOCK, "rb") as f:
         import fcntl
 
         try:
-            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until the file is closed
         except BlockingIOError:
             return True
     return False  # it was never trained here, or there are no locks
@@ -138,7 +138,7 @@ class Origin:
     """The pretrained weights that a run started from, named by `train.init_from`."""
 
     directory: str  # where the weights were
-    step: int | None  # the step of the run that they come from. None means a model in Hugging Face's format
+    step: int | None  # the run's step. None means a model in Hugging Face's format
     sha256: str  # SHA-256 of the weights: see `pretrained.Weights`
     model: GPTConfig  # the architecture of the weights, with the fields that the experiment decides
 
@@ -148,7 +148,7 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Intervals:
-    """The steps between two logged lines and two validations, which may change when a run is resumed."""
+    """The steps between logged lines and between validations, which may change on a resume."""
 
     after: NonNegativeInt  # steps taken when the session began
     log_every: PositiveInt
@@ -163,17 +163,17 @@ class RunMetadata:
     """The content of `experiment.json`."""
 
     directory: Path  # the run directory
-    experiment: Experiment  # the experiment as it is trained: with the architecture of `origin`, and the run directory's tokenizer
-    given: Experiment  # the experiment as the user configured it
+    experiment: Experiment  # as it is trained: with the model of `origin`, and its own tokenizer
+    given: Experiment  # as the user configured it
     origin: Origin | None  # the weights that it started from. None means random ones
     vocab_size: Size  # number of tokens
     data: dict  # fingerprint of the dataset
     imported: dict | None  # source of an imported model. None means that the run was trained here
-    versions: dict  # versions of Python, jaxgpt and the packages that it computed with when the run was started
+    versions: dict  # of Python, jaxgpt and the packages that it computed with when it was started
     device: str  # kind of device on which the run was started
     command: str | None  # command that started the run
-    intervals: tuple[Intervals, ...]  # by session, where they changed; the first ones are in `given` too
-    code: dict | None  # SHA-256 of each file of its own classes, kept in code/. None if it has none, or no file
+    intervals: tuple[Intervals, ...]  # by session, where they changed; the first are in `given` too
+    code: dict | None  # SHA-256 of each file of its own classes, kept in code/. None if there is none
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
@@ -258,7 +258,7 @@ def extend_metadata(metadata: RunMetadata, experiment: Experiment, after: int) -
 
 
 def _write(directory: Path, record: dict[str, Any]) -> None:
-    """Write `experiment.json` with its digest on the second line, where it is easily deleted by hand."""
+    """Write `experiment.json`, with its digest on a line that is easily deleted by hand."""
     sealed = {"format": FORMAT, "sha256": json_sha256(record), **record}
     write_whole(directory / "experiment.json", json.dumps(sealed, indent=2) + "\n")
 
@@ -266,7 +266,7 @@ def _write(directory: Path, record: dict[str, Any]) -> None:
 def read_metadata(directory: Path, *, trust_code: bool = False) -> RunMetadata:
     """Read and check the `experiment.json` of a run directory, which may be somebody else's.
 
-    Raises `UserError` if it is damaged, or needs code that is not trusted: see `runs.code.find_class`.
+    Raises `UserError` if it is damaged, or needs code that is not trusted: see `find_class`.
     """
     path = directory / "experiment.json"
     record = read_json(path, LARGEST_METADATA)
@@ -285,9 +285,9 @@ def read_metadata(directory: Path, *, trust_code: bool = False) -> RunMetadata:
     try:
         given = from_dict(Experiment, record.get("experiment"), "experiment.", find_class=find)
         experiment = given = _without_addresses(given)
-        found = record.get("origin")
-        origin = None if found is None else from_dict(Origin, found, "origin.", find_class=find)
+        origin = record.get("origin")
         if origin is not None:
+            origin = from_dict(Origin, origin, "origin.", find_class=find)
             experiment = dataclasses.replace(experiment, model=origin.model)
         if origin is not None or given.data.tokenizer_file is not None:
             own = dataclasses.replace(given.data, tokenizer=str(directory / "tokenizer.json"))
@@ -332,7 +332,7 @@ def load_run_tokenizer(metadata: RunMetadata) -> Tokenizer:
 
 
 def check_same_tokenizer(metadata: RunMetadata, named: str) -> None:
-    """Raise `UserError` if a tokenizer is not the run's. A deleted file passes if the run was trained with that path.
+    """Raise `UserError` if a tokenizer is not the run's. A deleted file passes if it was the run's.
 
     named: the path of a tokenizer.json, or "ids".
     """

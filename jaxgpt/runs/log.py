@@ -74,7 +74,7 @@ class RunLog:
         self._bar.start()  # last: once shown, the bar must be closed
 
     def log_step(self, step: int, metrics: Metrics) -> None:
-        """Record a step that is done: the reason if it was skipped, or every `train.log_every` steps its metrics."""
+        """Record why a step was skipped, or every `train.log_every` steps the metrics of one."""
         why = why_skipped(metrics)
         if why is not None:
             self._write({"step": step, "skipped": why})

@@ -1,4 +1,4 @@
-"""Write `metrics.jsonl`, one JSON object per line, readable while the run is in training, and plot `loss.png`."""
+"""Write `metrics.jsonl`, one JSON object per line, readable at any time, and plot `loss.png`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from jaxgpt.errors import CheckpointSaveError, reason_of
 from jaxgpt.files import is_there, open_file, open_whole, render_json, write_whole
 
-LARGEST_STEP, LARGEST = 2**63 - 1, sys.float_info.max  # larger numbers overflow where a step or a value is used
+LARGEST_STEP, LARGEST = 2**63 - 1, sys.float_info.max  # larger numbers overflow in use
 
 
 class MetricsFile:
@@ -24,7 +24,7 @@ class MetricsFile:
     def __init__(self, path: Path | None):
         """Open the file. path: None writes nothing."""
         self._path = path or Path(os.devnull)
-        self._file = self._path.open("ab", buffering=0)  # for `tail -f`, and so that SIGKILL loses nothing
+        self._file = self._path.open("ab", buffering=0)  # SIGKILL loses nothing, and `tail -f` follows
 
     def write(self, **values: Any) -> None:
         """Append a line. Raises `CheckpointSaveError` if it cannot be written."""
@@ -51,8 +51,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def parse_metrics(path: Path) -> tuple[list[dict[str, Any]], str]:
     """Return the lines in order, and how many are damaged, in words: "" if none is.
 
-    A line with a value that `MetricsFile` does not write is damaged as one that is not JSON. A last line without a
-    newline counts for nothing: it is being written, or was when the run was killed.
+    A line with a value that `MetricsFile` does not write is damaged as one that is not JSON. A last
+    line without a newline counts for nothing: it is being written, or was when the run was killed.
     """
     if not is_there(path, "It holds the run's losses."):
         return [], ""
@@ -70,7 +70,7 @@ def parse_metrics(path: Path) -> tuple[list[dict[str, Any]], str]:
 
 
 def _check_line(step: Any, skipped: Any = "", val_losses: Any = {}, **numbers: Any) -> None:  # noqa: B006
-    """Raise `TypeError` or `AttributeError` unless a line has a step, and nothing that `MetricsFile` does not write.
+    """Raise an error unless a line has a step, and only what `MetricsFile` writes.
 
     skipped: the reason of a skipped step. val_losses: losses by source.
     """
@@ -87,12 +87,12 @@ def rewind_metrics(path: Path, step: int) -> None:
 
 
 def finite_values(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
-    """Return (step, value) for each finite value of a field, such as "val_loss", by step: the last one of each step."""
+    """Return (step, value) of each finite value of a field, such as "val_loss": each step's last."""
     return sorted({x["step"]: x[name] for x in lines if x.get(name) is not None and math.isfinite(x[name])}.items())
 
 
 def plot_losses(lines: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Plot the losses of a run to a PNG file, if there are any. lines: the run's `metrics.jsonl`."""
+    """Plot the losses of a run, if there are any, to a PNG file. lines: of `metrics.jsonl`."""
     train, val = finite_values(lines, "loss"), finite_values(lines, "val_loss")
     if not train and not val:
         return

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxgpt.config.serialize import class_name
@@ -29,7 +30,7 @@ from jaxgpt.train import Params
 if TYPE_CHECKING:  # what reads Hugging Face's format is imported for such weights only
     from jaxgpt.hf.source import Source
 
-OWN = ("dropout", "scan_layers", "remat")  # fields that the experiment decides, not the weights it starts from
+OWN = ("dropout", "scan_layers", "remat")  # fields that the experiment decides, not its weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,45 +58,41 @@ class Weights:
         return Origin(directory=str(self.directory.resolve()), step=self.step, sha256=self.sha256(), model=model)
 
     def read(self, like: Params) -> Params:
-        """Return the parameters in float32, with the stacking, context length and shardings of `like`."""
-        places: dict[str, Sharding] = {}  # by path, with unstacked layers
-        for keys, x in jax.tree.leaves_with_path(like):
-            path = jax.tree_util.keystr(keys, simple=True, separator="/")
-            if path.startswith("h/block/"):
-                one_layer = _respecify(x.sharding, lambda spec: spec[1:])
-                places |= {path.replace("h/block", f"h_{layer}", 1): one_layer for layer in range(x.shape[0])}
-            else:
-                places[path] = x.sharding
+        """Return the parameters in float32, with the stacking, context and shardings of `like`."""
+        shardings = jax.tree.map(lambda x: x.sharding, like)
+        layers, places = [f"h_{layer}" for layer in range(self.config.n_layer)], dict(shardings)
+        if "h" in like:
+            stack = places.pop("h")["block"]
+            one_layer = jax.tree.map(lambda x: _respecify(x, lambda spec: spec[1:]), stack)
+            places |= dict.fromkeys(layers, one_layer)
         if self.source is not None:
             from jaxgpt.hf.weights import read_params
 
-            tensors, family = self.source.tensors, self.source.family
-            params = read_params(tensors, family, self.config, dtype=jnp.float32, places=places)
+            tensors, family, paths = self.source.tensors, self.source.family, flatten_dict(places, sep="/")
+            params = read_params(tensors, family, self.config, dtype=jnp.float32, places=paths)
         else:
-            params = self._restore_unstacked(places)
+            params = self._restore(places, layers)
         if "wpe" in params:
-            params["wpe"] = {"embedding": params["wpe"]["embedding"][: like["wpe"]["embedding"].shape[0]]}
+            context = like["wpe"]["embedding"].shape[0]
+            params["wpe"] = {"embedding": params["wpe"]["embedding"][:context]}
         if "h" in like:
-            layers = [params.pop(f"h_{layer}") for layer in range(self.config.n_layer)]
-            params["h"] = {"block": jax.tree.map(lambda *each: jnp.stack(each), *layers)}
-        return jax.tree.map(lambda x, y: jax.device_put(x.astype(jnp.float32), y.sharding), params, like)
+            each = [params.pop(layer) for layer in layers]
+            params["h"] = {"block": jax.tree.map(lambda *x: jnp.stack(x), *each)}
+        params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        return jax.device_put(params, shardings)
 
-    def _restore_unstacked(self, places: dict[str, Sharding]) -> Params:
-        """Return the run's parameters with unstacked layers. places: the sharding of each, by path."""
+    def _restore(self, places: dict[str, Any], layers: list[str]) -> Params:
+        """Return a run's parameters with unstacked layers. places: the sharding of each."""
         from jaxgpt.sample.quantize import unstack_layers
 
         assert self.metadata is not None and self.step is not None
         model = self.metadata.model.make_model()
-
-        def with_sharding(path: Any, x: Any) -> jax.ShapeDtypeStruct:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            sharding = places[name.replace("h/block/", "h_0/", 1)]
-            if name.startswith("h/"):
-                sharding = _respecify(sharding, lambda spec: (None, *spec))
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-        like = jax.tree.map_with_path(with_sharding, model.shapes())
-        params = restore_merged_params(self.metadata, open_checkpoints(self.directory), self.step, like)
+        if model.config.scan_layers:
+            one_layer, *_ = [places.pop(layer) for layer in layers]
+            stack = jax.tree.map(lambda x: _respecify(x, lambda spec: (None, *spec)), one_layer)
+            places["h"] = {"block": stack}
+        checkpoints, like = open_checkpoints(self.directory), with_shardings(model.shapes(), places)
+        params = restore_merged_params(self.metadata, checkpoints, self.step, like)
         return unstack_layers(model, params)[1]
 
 
@@ -104,8 +101,11 @@ def open_weights(
 ) -> Weights:
     """Open weights and check them. Raises `UserError` if they are missing or damaged.
 
-    name: a run directory, the directory of a model in Hugging Face's format, or an id on the Hub.
-    step: the step of a run's checkpoint. None means the best. tokenizer, downloads: see `hf.source.open_source`.
+    Args:
+        name: a run directory, a model's directory in Hugging Face's format, or an id on the Hub.
+        step: the step of a run's checkpoint. None means the best.
+        tokenizer: the tokenizer of a model in Hugging Face's format: see `hf.source.open_source`.
+        downloads: False takes what the Hub's cache has, for a name from the record of a run.
     """
     directory = Path(name)
     remedy = "Name a run, or a model's directory, with --train.init-from."
@@ -128,12 +128,12 @@ def open_weights(
 def resolve_init_from(
     experiment: Experiment, metadata: RunMetadata | None = None
 ) -> tuple[Experiment, Callable[[], Weights] | None]:
-    """Return (experiment, function that opens its weights), with the architecture and tokenizer that the weights have.
+    """Return (experiment, function that opens its weights), with the weights' model and tokenizer.
 
-    The context is at most the weights' own (open: see `open_context`). Without `train.init_from` the function is None.
-    metadata: the run to resume, which decides architecture, tokenizer and warm-up. None means a new run.
+    The context is at most the weights' own (open: see `open_context`). Without `train.init_from` the
+    function is None. metadata: the run to resume, which decides model, tokenizer and warm-up.
     """
-    name, named = experiment.train.init_from, experiment.data.tokenizer
+    name = experiment.train.init_from
     if metadata is not None:
         data = dataclasses.replace(experiment.data, tokenizer=metadata.experiment.data.tokenizer)
         optim = dataclasses.replace(experiment.optim, warmup_steps=metadata.given.optim.warmup_steps)
@@ -146,9 +146,11 @@ def resolve_init_from(
         if experiment.model.block_size == CONTEXT_OF_WEIGHTS:
             raise UserError(f"{experiment.name} starts from weights: name a run or a model with --train.init-from")
         return experiment, None
-    weights = open_weights(name, tokenizer=None if named in ("char", "byte", "bpe") else named)
-    if weights.metadata is not None and named not in ("char", "byte", "bpe"):
-        check_same_tokenizer(weights.metadata, named)
+    named = experiment.data.tokenizer
+    file = None if named in ("char", "byte", "bpe") else named
+    weights = open_weights(name, tokenizer=file)
+    if weights.metadata is not None and file is not None:
+        check_same_tokenizer(weights.metadata, file)
     asked, found = (class_name(type(config)) for config in (experiment.model, weights.config))
     if experiment.model.is_foreign and asked != found:
         raise UserError(f"train.init_from={name} has the architecture {found}, not {asked}: its weights do not fit")
@@ -162,7 +164,7 @@ def resolve_init_from(
 
 
 def open_context(data: DataConfig, model: GPTConfig) -> int:
-    """Return the context for data, at most 1,024 and the model's own: for conversations what the longest needs."""
+    """Return the context for data: what the longest conversation needs, at most 1,024 and the model's."""
     most = min(1024, model.block_size)
     if not data.is_chat:
         return most
@@ -174,10 +176,10 @@ def open_context(data: DataConfig, model: GPTConfig) -> int:
 
 
 def load_base(metadata: RunMetadata, name: str | None = None) -> Weights:
-    """Open the weights that a run started from. Raises `UserError` if they are missing or have changed.
+    """Open the weights that a run started from. Raises `UserError` if they are gone or changed.
 
-    They are looked for at their original location, at `name` (None means `train.init_from`), and in the parent of the
-    run directory, under their original name.
+    They are looked for where they were, at `name` (None means `train.init_from`), and next to the run
+    directory, under the name that they had.
     """
     name, origin = name or metadata.experiment.train.init_from, metadata.origin
     assert name is not None and origin is not None
@@ -209,7 +211,7 @@ def restore_merged_params(metadata: RunMetadata, checkpoints: Checkpoints, step:
 
 
 def restore_adapters(metadata: RunMetadata, checkpoints: Checkpoints, step: int, like: Params) -> Params:
-    """Restore the adapters of a run, whole on each device. like: shapes and shardings of the model's parameters."""
+    """Restore a run's adapters, whole on each device. like: the model's shapes and shardings."""
     lora = metadata.experiment.lora
     shapes = jax.eval_shape(lambda params: init_adapters(lora, jax.random.key(0), params), like)
     places = _respecify(jax.tree.leaves(like)[0].sharding, lambda spec: ())

@@ -25,8 +25,7 @@ CHANGEABLE = (
     *("parallel.", "train.dtype", "train.attention", "model.remat"),
     # The location of the text: its fingerprint is compared instead.
     *("data.path", "data.corpus"),
-    # Logging, validation and samples. eval_tokens is not among them: losses over other tokens cannot be compared, to
-    # find the best checkpoint.
+    # Logging, validation and samples, but for eval_tokens: losses over other tokens do not compare.
     *("train.log_", "train.profile", "train.eval_every", "train.sample_"),
     # Which checkpoints to keep, and when to give up.
     *("train.checkpoint_every", "train.keep_", "optim.max_skipped"),
@@ -34,7 +33,7 @@ CHANGEABLE = (
 
 
 def with_horizons(metadata: RunMetadata, experiment: Experiment, *, extend: bool | None) -> Experiment:
-    """Return the experiment with the schedule that the run has followed so far, if it asks for more steps.
+    """Return the experiment with the schedule that the run has followed, if it asks for more steps.
 
     extend: see `jaxgpt.fit`. Raises `UserError` if it is None and the learning rate would rise again.
     """
@@ -54,7 +53,7 @@ def with_horizons(metadata: RunMetadata, experiment: Experiment, *, extend: bool
 
 
 def check_same_configuration(metadata: RunMetadata, experiment: Experiment) -> None:
-    """Raise `UserError` if a field that is not in CHANGEABLE differs from the run's. More steps may be asked for."""
+    """Raise `UserError` if a field outside CHANGEABLE differs from the run's, but for more steps."""
     directory = metadata.directory
     if metadata.imported is not None:
         start = f"name another --run-dir, and start from this one with {shell_line('--train.init-from', directory)}"
@@ -71,7 +70,7 @@ def check_same_configuration(metadata: RunMetadata, experiment: Experiment) -> N
     if experiment.optim.horizons == (*optim.horizons, steps):  # see `with_horizons`
         del changed["train.steps"], changed["optim.horizons"]
     if None not in changed.get("train.init_from", (None,)):
-        del changed["train.init_from"]  # another path of the same weights: `load_base` compares their SHA-256
+        del changed["train.init_from"]  # another path of the same weights, as `load_base` checks
     if changed:
         listed = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changed.items())
         remedy = "Name another directory with --run-dir, or start over with --fresh (the old run is moved aside)."
@@ -79,10 +78,10 @@ def check_same_configuration(metadata: RunMetadata, experiment: Experiment) -> N
 
 
 def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, remedy: str) -> Dataset:
-    """Return the dataset that a run was trained on, from its text or, if that is gone, from the cache of tokens.
+    """Return the dataset of a run, from its text or, if that is gone, from the cache of tokens.
 
-    Raises `UserError`, ending with the clause `remedy`, if neither exists, or if the data have changed. data: the run's
-    data configuration, perhaps with another path. None means the recorded one.
+    Raises `UserError`, ending with the clause `remedy`, if neither exists, or if the data have
+    changed. data: the run's configuration, perhaps with another path. None means the recorded one.
     """
     data = data or metadata.experiment.data
     data = dataclasses.replace(data, path=replace_addresses(data.path, fetch))  # the user's: a record has none
@@ -99,7 +98,7 @@ def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, rem
 
 
 def describe_data_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Describe the differences between two fingerprints. Token files are compared by name, not by directory."""
+    """Describe the differences between two fingerprints. Token files are compared by name."""
     sources, sources_now = recorded_sources(before), recorded_sources(now)
     if len(sources) != len(sources_now):
         return [f"{len(sources) or 1} -> {len(sources_now) or 1} sources"]
