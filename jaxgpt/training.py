@@ -304,10 +304,7 @@ class Training:
             yield from batches
 
     def whole_batch(self, step: int, state: TrainState | None = None) -> Batch:
-        """Return the batch of one step, with the rows of all devices and processes.
-
-        state: the state before the step, for a rollout. None means no rollout.
-        """
+        """Return a step's batch with all rows. state: the one before it, to roll out, if any."""
         with contextlib.closing(self.batches(step - 1, whole=True)) as batches:
             batch = next(batches)
         return batch if state is None else self._roll_out(step, state, batch)[0]
@@ -547,7 +544,8 @@ def introduction(training: Training, start: int) -> Iterator[str]:
         yield f"starting from {train.init_from}, with a context of {context:,} tokens"
         if context < whole:
             yield f"the weights' context of {whole} tokens is cut to {context}: --model.block-size {whole} keeps it"
-    if (parts := strategy.data_parallel_size) * (micro := split.grad_accum_steps) > 1:
+    parts, micro = strategy.data_parallel_size, split.grad_accum_steps
+    if parts * micro > 1:
         each = f"{micro} micro-batch{'es' * (micro > 1)} of {split.micro_batch_size}"
         yield f"{strategy.name}: {rows} sequences per step are {parts} parts of {each}"
     tokens = f"{len(dataset.train):,} training and {len(dataset.val):,} validation tokens"

@@ -110,7 +110,8 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
         first = f"the backward pass, in the gradients of {', '.join(bad_gradients)}; the forward pass is finite"
         own = {kind for _, kind in called if place_of(kind)}
         cls = own.pop() if len(own) == 1 else None
-    elif first is None and (norm := math.hypot(*gradient_norms.values())) > LARGEST_NORM:
+    norm = math.hypot(*gradient_norms.values())
+    if first is None and norm > LARGEST_NORM:
         first = f"the gradient's norm, {norm:.1e}, whose square float32 cannot hold; the gradient is finite"
     return NonFiniteReport(
         first=first,

@@ -157,10 +157,7 @@ def name_with_place(owner: Any) -> str:
 
 
 def _run(code: Code, module: str, path: Path) -> types.ModuleType:
-    """Run a module of code, and return it. What it raises becomes a `CodeError` of one line.
-
-    path: its file, as messages name it.
-    """
+    """Run a module, whose file is `path`. What it raises becomes a `CodeError` of one line."""
     name, tagged = str(code.find(module)), f"{module}{code.tag}"
     try:
         with contextlib.redirect_stdout(sys.stderr), _importing(code):

@@ -82,10 +82,11 @@ def clear_beginning(directory: Path) -> None:
 def find_run(run: str | Path | None) -> Path:
     """Return a run directory, by default the newest under `runs/`. Raises `UserError` if it is none."""
     check_value("run", run, str | os.PathLike | None)
-    if run is not None and is_run(directory := Path(run)):
+    directory = None if run is None else Path(run)
+    if directory is not None and is_run(directory):
         return directory
     runs = sorted(d for d in RUNS.glob("*") if is_run(d))
-    if run is not None:
+    if directory is not None:
         why = "it has no experiment.json" if directory.is_dir() else "there is no such directory"
         known = ", ".join(map(str, runs)) or "none yet: train one with `jaxgpt train`"
         raise UserError(f"{directory} is not a run directory: {why}. Runs here: {known}")
@@ -169,7 +170,7 @@ class RunMetadata:
     vocab_size: Size  # number of tokens
     data: dict  # fingerprint of the dataset
     imported: dict | None  # source of an imported model. None means that the run was trained here
-    versions: dict  # of Python, jaxgpt and the packages that it computed with when it was started
+    versions: dict  # versions of Python, jaxgpt and its packages when it was started
     device: str  # kind of device on which the run was started
     command: str | None  # command that started the run
     intervals: tuple[Intervals, ...]  # by session, where they changed; the first are in `given` too
@@ -244,14 +245,16 @@ def extend_metadata(metadata: RunMetadata, experiment: Experiment, after: int) -
 
     The end is `experiment.train.steps`, with the schedule's earlier ends in `optim.horizons`.
     """
-    train, directory, intervals = experiment.train, metadata.directory, list(metadata.intervals)
-    if (train.log_every, train.eval_every) != (intervals[-1].log_every, intervals[-1].eval_every):
-        intervals.append(Intervals(after=after, log_every=train.log_every, eval_every=train.eval_every))
+    train, directory, last = experiment.train, metadata.directory, metadata.intervals[-1]
+    now = dataclasses.replace(last, log_every=train.log_every, eval_every=train.eval_every)
+    intervals = list(metadata.intervals)
+    if now != last:
+        intervals.append(dataclasses.replace(now, after=after))
     elif train.steps == metadata.given.train.steps:
         return
     record = read_json(directory / "experiment.json", LARGEST_METADATA)
     record.pop("sha256", None)  # older versions wrote none
-    record["experiment"]["train"]["steps"] = experiment.train.steps
+    record["experiment"]["train"]["steps"] = train.steps
     record["experiment"]["optim"]["horizons"] = experiment.optim.horizons
     record["intervals"] = [dataclasses.asdict(each) for each in intervals[1:]]
     _write(directory, record)

@@ -41,10 +41,7 @@ class RunLog:
         *,
         show: bool,
     ):
-        """Open metrics.jsonl, which has lines up to step `start`.
-
-        callbacks: see `jaxgpt.fit`. show: display the lines as well.
-        """
+        """Open metrics.jsonl, which has lines up to step `start`. See `jaxgpt.fit` for callbacks."""
         self._config, self._start, self._callbacks = experiment.train, start, callbacks
         self._directory, self._name = directory, experiment.name
         self._tokens_per_step = experiment.train.batch_size * experiment.model.block_size

@@ -30,8 +30,6 @@ from jaxgpt.train import Params
 if TYPE_CHECKING:  # what reads Hugging Face's format is imported for such weights only
     from jaxgpt.hf.source import Source
 
-OWN = ("dropout", "scan_layers", "remat")  # fields that the experiment decides, not its weights
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weights:
@@ -68,7 +66,8 @@ class Weights:
         if self.source is not None:
             from jaxgpt.hf.weights import read_params
 
-            tensors, family, paths = self.source.tensors, self.source.family, flatten_dict(places, sep="/")
+            paths: Any = flatten_dict(places, sep="/")
+            tensors, family = self.source.tensors, self.source.family
             params = read_params(tensors, family, self.config, dtype=jnp.float32, places=paths)
         else:
             params = self._restore(places, layers)
@@ -151,14 +150,20 @@ def resolve_init_from(
     weights = open_weights(name, tokenizer=file)
     if weights.metadata is not None and file is not None:
         check_same_tokenizer(weights.metadata, file)
-    asked, found = (class_name(type(config)) for config in (experiment.model, weights.config))
-    if experiment.model.is_foreign and asked != found:
-        raise UserError(f"train.init_from={name} has the architecture {found}, not {asked}: its weights do not fit")
-    own: dict[str, Any] = {field: getattr(experiment.model, field) for field in OWN}
-    own["block_size"] = min(experiment.model.block_size, weights.config.block_size)
-    model = dataclasses.replace(weights.config, **own)
+    asked, found = experiment.model, weights.config
+    names = class_name(type(asked)), class_name(type(found))
+    if asked.is_foreign and names[0] != names[1]:
+        said = f"train.init_from={name} has the architecture {names[1]}, not {names[0]}"
+        raise UserError(f"{said}: its weights do not fit")
+    model = dataclasses.replace(
+        found,
+        block_size=min(asked.block_size, found.block_size),
+        dropout=asked.dropout,
+        scan_layers=asked.scan_layers,
+        remat=asked.remat,
+    )
     data = dataclasses.replace(experiment.data, tokenizer=weights.tokenizer)
-    if experiment.model.block_size == CONTEXT_OF_WEIGHTS:
+    if asked.block_size == CONTEXT_OF_WEIGHTS:
         model = dataclasses.replace(model, block_size=open_context(data, model))
     return dataclasses.replace(experiment, model=model, data=data), lambda: weights
 
