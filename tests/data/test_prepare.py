@@ -42,14 +42,12 @@ def known(tmp_path_factory):
     return directory
 
 
-def call(source, out, known=None, **options):
+def call(source, out, known=None, tokenizer=None, **options):
     options = {"workers": 1, "shard_tokens": 5000, "val_fraction": 0.2} | options
-    tokenizer = options.pop("tokenizer", None) or str(known / "tokenizer.json")
-    return prepare((str(source),), out=str(out), tokenizer=tokenizer, **options)
+    return prepare((str(source),), out=str(out), tokenizer=tokenizer or str(known / "tokenizer.json"), **options)
 
 
-def shards(out):
-    """{name: bytes}."""
+def shards(out):  # {name: bytes}
     return {path.name: path.read_bytes() for path in sorted(out.glob("*.bin"))}
 
 
@@ -122,10 +120,10 @@ def test_every_format_gives_the_same_tokens_even_when_it_is_interrupted(kind, ma
     monkeypatch.setattr(chapter, "PIECE", 10_000)
     monkeypatch.setattr(chapter, "encode_batch", interrupted(4))
     with pytest.raises(KeyboardInterrupt, match="interrupted: the same command goes on"):
-        call(source, tmp_path / "out", known)
-    assert json.loads((tmp_path / "out/index.json").read_text())["at"] != [0, 0, 0]
-    call(source, tmp_path / "out", known)
-    assert shards(tmp_path / "out") == shards(made)
+        call(source, out := tmp_path / "out", known)
+    assert json.loads((out / "index.json").read_text())["at"] != [0, 0, 0]
+    call(source, out, known)
+    assert shards(out) == shards(made)
 
 
 KILLED = """
@@ -165,10 +163,10 @@ def test_after_kills_the_bytes_are_the_same_and_no_process_is_left(known, tmp_pa
         with pytest.raises(UserError):
             open_data(DataConfig(path=str(out)), block_size=8)
     assert run_command(str(script), "0", *arguments, "2", cwd=tmp_path).returncode == 0
-    call(known / "a.jsonl", tmp_path / "whole", tokenizer="bpe:500")
+    call(known / "a.jsonl", whole := tmp_path / "whole", tokenizer="bpe:500")
     names = {path.name for path in out.iterdir()} - {".lock"}
-    assert names == {path.name for path in (tmp_path / "whole").iterdir()} - {".lock"}
-    assert all((out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in names)
+    assert names == {path.name for path in whole.iterdir()} - {".lock"}
+    assert all((out / name).read_bytes() == (whole / name).read_bytes() for name in names)
 
 
 def test_a_documents_place_depends_on_nothing_but_its_text(made, known, tmp_path):
@@ -214,24 +212,28 @@ def test_bytes_end_with_a_byte_that_no_text_has(tmp_path):
     assert np.fromfile(tmp_path / "out/train_000000.bin", np.uint16)[512:].tolist() == [*("ñ" * 200).encode(), 255]
 
 
-def test_a_second_call_says_that_all_is_complete_and_others_are_refused(made, known):
+def test_a_second_call_says_that_all_is_complete_and_others_are_refused(made, known, tmp_path):
     before, said = shards(made), []
     found = call(known / "a.jsonl", made, known, say=said.append)
     assert said == [f"{made} is complete already"] and shards(made) == before
-    assert json.loads(json.dumps(found.to_json()))["index"]["shards"] and str(made) in str(found)
+    assert str(made) in str(found)
     with pytest.raises(UserError, match=r"another column \(text, now body\), shard_tokens \(5000, now 6000\): name"):
         call(known / "a.jsonl", made, known, shard_tokens=6000, column="body")
+    begun = found.to_json()["index"] | {"at": [0, 7, 0], "open": {"train": []}}  # as version 0.2.0 left it
+    (tmp_path / "index.json").write_text(json.dumps(begun))
+    with pytest.raises(UserError, match=r"with another version of jaxgpt: name another --out, or delete it"):
+        call(known / "a.jsonl", tmp_path, known)
 
 
 def test_a_damaged_shard_is_told_before_training(made, tmp_path, known):
-    call(known / "a.jsonl", tmp_path / "out", known)
-    flip(tmp_path / "out/train_000001.bin", 8 * 1030)
+    call(known / "a.jsonl", out := tmp_path / "out", known)
+    flip(out / "train_000001.bin", 8 * 1030)
     with pytest.raises(UserError, match=r"train_000001.bin is not as it was made"):
-        open_data(DataConfig(path=str(tmp_path / "out")), block_size=8)
-    for path in (tmp_path / "out").glob("val_*.bin"):
+        open_data(DataConfig(path=str(out)), block_size=8)
+    for path in out.glob("val_*.bin"):
         path.unlink()
     with pytest.raises(UserError, match=r"val_00000\d.bin is missing|train_000001.bin is not"):
-        open_data(DataConfig(path=str(tmp_path / "out")), block_size=8)
+        open_data(DataConfig(path=str(out)), block_size=8)
 
 
 def damaged(index):
