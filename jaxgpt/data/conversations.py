@@ -208,8 +208,11 @@ class Conversations(Split):
     A longer one is cut after the last answer that fits, or left out if none does.
     """
 
-    def __init__(self, ids: np.ndarray, answers: np.ndarray, ends: np.ndarray, block_size: int):
-        """Select what fits of the concatenated `ids`. `answers` is their mask, `ends` the end of each conversation."""
+    def __init__(self, ids: Any, answers: Any, ends: np.ndarray, block_size: int):
+        """Select what fits of the concatenated `ids`. `answers` is their mask, `ends` the end of each conversation.
+
+        Only slices of the first two are read, which may be `Tokens`.
+        """
         self._ids, self.answers, self.block_size = ids, answers, block_size
         starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
         whole = np.array(ends) - starts

@@ -34,6 +34,7 @@ from jaxgpt.files import (
 
 LOG = logging.getLogger(__name__)
 
+SPLITS = ("train", "val")
 CHUNK = 8 * 1024**2  # bytes read at a time: a text may be larger than memory
 BUCKETS = ("gs", "s3")
 LEAST_FSSPEC = (2026, 6)  # in older ones the texts of a reference file system were programs

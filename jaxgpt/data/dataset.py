@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -22,10 +23,10 @@ import numpy as np
 from jaxgpt.batch import Batch
 from jaxgpt.config.serialize import Checked
 from jaxgpt.config.validate import LARGEST_SIZE, Interval
-from jaxgpt.data.corpus import fetch, find_copy, find_corpus_files, find_user_files, read_text
+from jaxgpt.data.corpus import SPLITS, fetch, find_copy, find_corpus_files, find_user_files, read_text
 from jaxgpt.data.mixture import Mixture, read_mixture, recorded_sources
 from jaxgpt.data.pipeline import Dataset, Tokens
-from jaxgpt.data.shards import find_shards, open_shards
+from jaxgpt.data.shards import find_shards, make_index, open_shard, open_shards, read_index, save_index, write_shards
 from jaxgpt.data.tokenizer import (
     CharTokenizer,
     TextEncoder,
@@ -33,6 +34,7 @@ from jaxgpt.data.tokenizer import (
     fingerprint,
     load_tokenizer,
     open_tokenizer,
+    token_dtype,
     train_bpe,
 )
 from jaxgpt.errors import UserError
@@ -44,8 +46,8 @@ REPORTED = 2**25  # bytes. Reading a text of at least this size is reported
 REPORT_EVERY = 5.0  # seconds between lines that tell how much of a text is read
 TEXT_FORMAT = 3  # version of cached texts. It is increased when the same text gives other tokens
 DOCUMENT_FORMAT = 2  # version of cached conversations, likewise
-SPLITS = ("train", "val")
-Entry = tuple[dict[str, np.ndarray], Tokenizer, dict[str, Any], dict[str, int]]  # see `read_tokens`
+SHARD_TOKENS = 2**24  # the most in a shard of the cache, of which one per array is in memory while it is written
+Entry = tuple[dict[str, Tokens], Tokenizer, dict[str, Any], dict[str, int]]  # see `read_entry`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,12 +122,12 @@ def open_data(
         _check_share(entry, config.val_fraction)
     if config.is_packed:
         return _open_conversations(config, entry, block_size)
-    if entry is not None:
-        dataset = _from_entry(entry)
-    elif shards := find_shards(config.path):
+    if entry is None and (shards := find_shards(config.path)):
         dataset = open_shards(config.path or "", shards, config.tokenizer, config.val_fraction, vocab_size)
     else:
-        dataset = _open_text(config, known)
+        arrays, tokenizer, made_of, about = entry or _open_text(config, known)
+        held: dict[str, Any] = {name: about.get(name) for name in ("val_characters", "val_bytes")}
+        dataset = Dataset(train=arrays["train"], val=arrays["val"], tokenizer=tokenizer, fingerprint=made_of, **held)
     for name, tokens in (("training", dataset.train), ("validation", dataset.val)):
         if len(tokens) <= block_size:
             raise UserError(
@@ -191,41 +193,13 @@ def _open_mixture(config: DataConfig, sources: dict[str, float], known: dict[str
     )
 
 
-def _open_text(config: DataConfig, known: dict[str, Any] | None) -> Dataset:
-    """Return the dataset of a text, split and encoded as an earlier one with the fingerprint `known`."""
+def _open_text(config: DataConfig, known: dict[str, Any] | None) -> Entry:
+    """Return the tokens of a text, split and encoded as an earlier one with the fingerprint `known`."""
     name, source = config.tokenizer, config.path or config.corpus
     files = find_user_files(config.path) if config.path else find_corpus_files(config.corpus)
-    size, digests = sum(file.stat().st_size for file in files), set[str]()
-
-    def read(task: str) -> Iterator[str | None]:
-        """Yield the text in pieces, some empty, with None between two files. Report progress, refuse a changed text."""
-        if size >= REPORTED:
-            LOG.warning("%s %s: %s", task, source, f"{size / 1e6:,.0f} MB")  # a warning, so that it is shown
-        digest, done, reported, rest = hashlib.sha256(), 0, time.monotonic(), ""
-        for piece in read_text(files):
-            raw = b"\xff" if piece is None else piece.encode()  # the end of a document: a byte that UTF-8 never has
-            digest.update(raw)
-            done += len(raw)
-            if piece is None:
-                yield rest
-                yield None
-                rest = ""
-            else:  # the end of a piece is at a newline where possible, lest it cut a word in two for BPE
-                rest += piece
-                end = rest.rfind("\n") + 1 or len(rest)
-                yield rest[:end]
-                rest = rest[end:]
-            if time.monotonic() - reported > REPORT_EVERY:
-                LOG.warning("%s %s: %s", task, source, f"{done / size:.0%}")
-                reported = time.monotonic()
-        yield rest
-        digests.add(digest.hexdigest())
-        if len(digests) > 1:
-            raise _change_error(source)
-
     tokenizer = open_tokenizer(name, "a text needs")
-    lengths, alphabet = [0], set[str]()
-    for piece in read("reading"):
+    digest, lengths, alphabet = hashlib.sha256(), [0], set[str]()
+    for piece in _read_pieces("reading", source, files, digest):
         if piece is None:
             lengths.append(0)
         else:
@@ -238,61 +212,98 @@ def _open_text(config: DataConfig, known: dict[str, Any] | None) -> Dataset:
     if name == "char":
         tokenizer = CharTokenizer(alphabet)
     # For each file: how many characters are for training, and the splits that get the end of the document.
-    share, by_file = 1.0 - config.val_fraction, len(lengths) > 1 and (known is None or "split" in known)
+    share = 1.0 - config.val_fraction
+    by_file = len(lengths) > 1 and (known is None or "split" in known)
+    cuts: list[tuple[int, tuple[str, ...]]]
     if by_file:
         cuts = [(int(length * share), SPLITS) for length in lengths]
     else:
         starts = itertools.accumulate((length + 1 for length in lengths), initial=0)
         left = [int(characters * share) - start for start in starts]
         cuts = [(max(n, 0), SPLITS[:1] if n > size else SPLITS[1:]) for n, size in zip(left, lengths, strict=False)]
-    spec = {
+    spec: dict[str, Any] = {
         "format": TEXT_FORMAT,
-        "text": next(iter(digests)),
+        "text": digest.hexdigest(),
         "train_characters": [cut for cut, _ in cuts] if by_file else int(characters * share),
         "tokenizer": name if config.tokenizer_file is None or tokenizer is None else fingerprint(tokenizer),
     }
     if name == "bpe":
         spec["bpe_vocab_size"] = config.bpe_vocab_size
-
-    def split(task: str) -> Iterator[tuple[str, str | None]]:
-        """Yield ("train" or "val", piece). A piece of None is the end of a document."""
-        of_documents = iter(cuts)
-        left, ends = next(of_documents)
-        for piece in read(task):
-            if piece is None:
-                yield from ((name, None) for name in ends)
-                left, ends = next(of_documents)
-            else:
-                parts = (("train", piece[:left]), ("val", piece[left:]))
-                yield from ((name, part) for name, part in parts if part)
-                left = max(left - len(piece), 0)
-
-    def encode(tokenizer: Tokenizer, counts: dict[str, int]) -> Iterator[tuple[str, np.ndarray]]:
-        end, encoders = tokenizer.end_of_text, {name: TextEncoder(tokenizer) for name in SPLITS}
-        for name, piece in split("encoding"):
-            text = "\n" if piece is None else piece
-            if name == "val":
-                counts["val_bytes"] += len(text.encode())
-                counts["val_characters"] += len(text)
-            if piece is not None or end is None:
-                yield name, encoders[name].encode(text)
-            else:
-                yield name, np.append(encoders[name].encode("", is_last=True), end)
-        yield from ((name, encoder.encode("", is_last=True)) for name, encoder in encoders.items())
+    split = functools.partial(_split_text, source=source, files=files, cuts=cuts, text=spec["text"])
 
     # Earlier versions encoded pieces of a text by themselves, which gave some tokenizers other tokens.
-    entry = _read_entry(_entry(spec | {"format": TEXT_FORMAT - 1})) if known is not None else None
-    if entry is not None and not _is_same(entry[2], known):
-        entry = None
-    if entry is None and (entry := _read_entry(directory := _entry(spec))) is None:
+    entry = None if known is None else _read_entry(_entry(spec | {"format": TEXT_FORMAT - 1}))
+    if entry is None or known is None or not entry[2].items() <= known.items():
+        entry = _read_entry(_entry(spec))
+    if entry is None:
         if tokenizer is None:
             texts = (piece for name, piece in split("learning the tokens of") if name == "train" and piece)
             tokenizer = train_bpe(texts, config.bpe_vocab_size)
-        counts = {"val_bytes": 0, "val_characters": 0, "characters": characters, "files": len(lengths)}
-        write_tokens(directory, tokenizer, encode(tokenizer, counts), counts=counts)
-        entry = read_tokens(directory)
-    dataset = _from_entry(entry)
-    return dataclasses.replace(dataset, fingerprint=dataset.fingerprint | ({"split": "by file"} if by_file else {}))
+        about = {"val_bytes": 0, "val_characters": 0, "characters": characters, "files": len(lengths)}
+        entry = write_entry(spec, tokenizer, _encode_text(split("encoding"), tokenizer, about), about)
+    arrays, tokenizer, made_of, about = entry
+    return arrays, tokenizer, made_of | ({"split": "by file"} if by_file else {}), about
+
+
+def _read_pieces(task: str, source: str, files: list[Path], digest: Any) -> Iterator[str | None]:
+    """Yield a text in pieces, some empty, with None between two files. Report progress, and update the digest."""
+    size, done, reported, rest = sum(file.stat().st_size for file in files), 0, time.monotonic(), ""
+    if size >= REPORTED:
+        LOG.warning("%s %s: %s", task, source, f"{size / 1e6:,.0f} MB")  # a warning, so that it is shown
+    for piece in read_text(files):
+        raw = b"\xff" if piece is None else piece.encode()  # the end of a document: a byte that UTF-8 never has
+        digest.update(raw)
+        done += len(raw)
+        if piece is None:
+            yield rest
+            yield None
+            rest = ""
+        else:  # the end of a piece is at a newline where possible, lest it cut a word in two for BPE
+            rest += piece
+            end = rest.rfind("\n") + 1 or len(rest)
+            yield rest[:end]
+            rest = rest[end:]
+        if time.monotonic() - reported > REPORT_EVERY:
+            LOG.warning("%s %s: %s", task, source, f"{done / size:.0%}")
+            reported = time.monotonic()
+    yield rest
+
+
+def _split_text(
+    task: str, source: str, files: list[Path], cuts: list[tuple[int, tuple[str, ...]]], text: str
+) -> Iterator[tuple[str, str | None]]:
+    """Yield ("train" or "val", piece), with None for the end of a document. text: the digest that the text must have."""
+    digest, of_documents = hashlib.sha256(), iter(cuts)
+    left, ends = next(of_documents)
+    for piece in _read_pieces(task, source, files, digest):
+        if piece is None:
+            yield from ((name, None) for name in ends)
+            left, ends = next(of_documents)
+        else:
+            parts = (("train", piece[:left]), ("val", piece[left:]))
+            yield from ((name, part) for name, part in parts if part)
+            left = max(left - len(piece), 0)
+    if digest.hexdigest() != text:
+        raise _change_error(source)
+
+
+def _encode_text(
+    pieces: Iterable[tuple[str, str | None]], tokenizer: Tokenizer, about: dict[str, int]
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the tokens of pieces by split. Count the text that is held out."""
+    end, dtype = tokenizer.end_of_text, token_dtype(tokenizer.vocab_size)
+    encoders = {name: TextEncoder(tokenizer) for name in SPLITS}
+    for name, piece in pieces:
+        text = "\n" if piece is None else piece
+        if name == "val":
+            about["val_bytes"] += len(text.encode())
+            about["val_characters"] += len(text)
+        if piece is not None or end is None:
+            ids = encoders[name].encode(text)
+        else:
+            ids = np.append(encoders[name].encode("", is_last=True), end)
+        yield {name: ids.astype(dtype)}
+    yield {name: encoder.encode("", is_last=True).astype(dtype) for name, encoder in encoders.items()}
 
 
 def _open_conversations(config: DataConfig, entry: Entry | None, block_size: int) -> Dataset:
@@ -305,7 +316,10 @@ def _open_conversations(config: DataConfig, entry: Entry | None, block_size: int
         entry = _encode_conversations(config, template_directory)
     arrays, tokenizer, made_of, _ = entry
     train, val = (
-        Conversations(arrays[name], arrays[f"{name}_answers"], arrays[f"{name}_ends"], block_size) for name in SPLITS
+        Conversations(
+            arrays[name], arrays[f"{name}_answers"], np.concatenate(arrays[f"{name}_ends"].shards), block_size
+        )
+        for name in SPLITS
     )
     most, longest = np.quantile(np.append(train.needed, val.needed), (0.9, 1.0), method="higher")
     for name, conversations in (("training", train), ("validation", val)):
@@ -356,7 +370,7 @@ def _encode_conversations(config: DataConfig, template_directory: Path | None) -
     spec |= {"bpe_vocab_size": config.bpe_vocab_size} if name == "bpe" else {}
     if tokenizer is not None:
         spec["template"] = chat.fingerprint(chat.find_template(tokenizer, template_directory))
-    if (entry := _read_entry(directory := _entry(spec))) is not None:
+    if (entry := _read_entry(_entry(spec))) is not None:
         return entry
 
     def read() -> Iterator[list[str]]:
@@ -377,28 +391,24 @@ def _encode_conversations(config: DataConfig, template_directory: Path | None) -
         tokenizer = train_bpe(itertools.chain.from_iterable(itertools.islice(read(), train)), config.bpe_vocab_size)
     encoded = encode_all(path, tokenizer, chat.find_template(tokenizer, template_directory))
 
-    def split() -> Iterator[tuple[str, np.ndarray]]:
+    def split() -> Iterator[dict[str, np.ndarray]]:
         ends = dict.fromkeys(SPLITS, 0)
         for number, (ids, answers) in enumerate(encoded):
             name = SPLITS[number >= train]
             ends[name] += len(ids)
-            yield name, ids
-            yield f"{name}_answers", answers
-            yield f"{name}_ends", np.array([ends[name]])
+            ids = ids.astype(token_dtype(tokenizer.vocab_size))
+            yield {name: ids, f"{name}_answers": answers, f"{name}_ends": np.array([ends[name]])}
         if sha256(path) != spec["file"]:
             raise _change_error(path)
 
-    write_tokens(
-        directory, tokenizer, split(), [f"{name}{part}" for name in SPLITS for part in ("", "_answers", "_ends")]
-    )
-    return read_tokens(directory)
+    return write_entry(spec, tokenizer, split(), {})
 
 
 def _change_error(source: str) -> UserError:
     return UserError(f"{source} changed while it was read: wait until nothing writes to it, then start again")
 
 
-# The cache of tokens: a directory for each text with a tokenizer, which holds memory-mapped arrays.
+# The cache of tokens: a directory of shards for each text with a tokenizer.
 
 
 def _entry(spec: dict[str, Any]) -> Path:
@@ -408,14 +418,17 @@ def _entry(spec: dict[str, Any]) -> Path:
 
 
 def _find_entry(known: dict[str, Any], is_packed: bool) -> Entry | None:
-    """Return the entry with a known fingerprint, whatever text it was made from, or None if there is none undamaged."""
-    for meta in sorted((cache_directory() / "tokens").glob("*/meta.json")):
+    """Return the entry with a known fingerprint, whatever text it was made from.
+
+    Without one that is undamaged the result is None.
+    """
+    for tokenizer in sorted((cache_directory() / "tokens").glob("*/tokenizer.json")):
         # It may be of an earlier version, damaged, or just being written.
         with contextlib.suppress(UserError, LookupError, TypeError):
-            held = read_json(meta, 2**20)["fingerprint"]
-            if ("train_ends_sha256" in held) == is_packed and _is_same(held, known):
+            made_of = _read_record(tokenizer.parent)["fingerprint"]
+            if ("train_ends_sha256" in made_of) == is_packed and made_of.items() <= known.items():
                 try:
-                    return read_tokens(meta.parent)
+                    return read_entry(tokenizer.parent)
                 except UserError as e:
                     LOG.warning("%s", e)
     return None
@@ -432,88 +445,80 @@ def _check_share(entry: Entry, share: float) -> None:
         )
 
 
-def _is_same(held: dict[str, Any], known: dict[str, Any] | None) -> bool:
-    """Return whether the fingerprint of an entry is the known one, which may say more."""
-    return known is not None and all(known.get(key) == value for key, value in held.items())
-
-
 def _read_entry(directory: Path) -> Entry | None:
     """Return an entry, or None if it must be made. One that is damaged is deleted first."""
     try:
-        return read_tokens(directory) if directory.exists() else None
+        return read_entry(directory) if directory.exists() else None
     except UserError:
         LOG.warning("the cached tokens in %s are damaged: encoding the text again", directory)
-        shutil.rmtree(directory, ignore_errors=True)  # if it stays, so does the message of `read_tokens`
+        shutil.rmtree(directory, ignore_errors=True)  # if it stays, so does the message of `read_entry`
         return None
 
 
-def _dtype(name: str, tokenizer: Tokenizer) -> type[np.generic]:
-    if name.endswith(("_answers", "_ends")):
-        return np.bool_ if name.endswith("_answers") else np.int64
-    return np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+def _read_record(directory: Path) -> dict[str, Any]:
+    """Return the index of an entry, or the meta.json of one of version 0.2.0."""
+    return read_index(directory) or read_json(directory / "meta.json", 2**20)
 
 
-def _describe(directory: Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the fingerprint of the arrays in a directory."""
-    sizes = {split: (directory / f"{split}.bin").stat().st_size for split in SPLITS}
-    lengths = {f"{split}_tokens": sizes[split] // np.dtype(_dtype(split, tokenizer)).itemsize for split in SPLITS}
-    digests = {f"{file.stem}_sha256": sha256(file) for file in sorted(directory.glob("*.bin"))}
-    return {**lengths, **digests, "tokenizer_sha256": fingerprint(tokenizer)}
-
-
-def read_tokens(directory: Path) -> Entry:
+def read_entry(directory: Path) -> Entry:
     """Return (arrays by name, tokenizer, fingerprint, counts) of an entry, after hashing it: 0.6 s per gigabyte.
 
     Raises `UserError` unless all of it is as it was written.
     """
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # and so `UserError`
-        meta, tokenizer = read_json(directory / "meta.json", 2**20), load_tokenizer(directory / "tokenizer.json")
-        made_of, counts = meta["fingerprint"], dict(meta["about"])
-        is_counted = meta.get("about_sha256") in (None, json_sha256(counts))  # earlier versions did not hash it
-        if is_counted and _describe(directory, tokenizer) == made_of:
-            files = directory.glob("*.bin")
-            return {f.stem: np.memmap(f, _dtype(f.stem, tokenizer), "r") for f in files}, tokenizer, made_of, counts
+        record, tokenizer = _read_record(directory), load_tokenizer(directory / "tokenizer.json")
+        arrays, made_of, about = _open_arrays(directory, record, tokenizer), record["fingerprint"], record["about"]
+        is_counted = record.get("about_sha256") in (None, json_sha256(about))  # a meta.json has no digest of all
+        if is_counted and _describe(arrays, tokenizer) == made_of:
+            return arrays, tokenizer, made_of, about
     raise UserError(f"the cached tokens in {directory} are damaged: delete that folder, to encode the text again")
 
 
-def _from_entry(entry: Entry) -> Dataset:
-    arrays, tokenizer, made_of, counts = entry
-    train, val = (Tokens([arrays[split]]) for split in SPLITS)
-    characters = counts.get("val_characters")
-    raw = counts.get("val_bytes")
-    return Dataset(
-        train=train, val=val, tokenizer=tokenizer, fingerprint=made_of, val_characters=characters, val_bytes=raw
-    )
+def _open_arrays(directory: Path, record: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Tokens]:
+    """Return the arrays of an entry by name: train, val and, of conversations, train_answers, train_ends, ..."""
+    arrays: dict[str, list[np.ndarray]] = {}
+    for shard in record.get("shards", ()):
+        arrays.setdefault(shard["file"].rpartition("_")[0], []).append(open_shard(directory / shard["file"]))
+    for file in [] if arrays else directory.glob("*.bin"):  # of version 0.2.0, without headers
+        dtypes = {"answers": np.bool_, "ends": np.int64}
+        dtype = dtypes.get(file.stem.rpartition("_")[2], token_dtype(tokenizer.vocab_size))
+        arrays[file.stem] = [np.memmap(file, dtype, "r")]
+    return {name: Tokens(shards) for name, shards in sorted(arrays.items())}
 
 
-def write_tokens(
-    directory: Path,
-    tokenizer: Tokenizer,
-    pieces: Iterable[tuple[str, np.ndarray]],
-    names: Iterable[str] = SPLITS,
-    counts: dict[str, int] | None = None,
-) -> None:
-    """Stream (name, values) pieces into NAME.bin next to the tokenizer.
+def _describe(arrays: dict[str, Tokens], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the fingerprint of the arrays of an entry."""
+    lengths = {f"{split}_tokens": len(arrays[split]) for split in SPLITS}
+    digests = {}
+    for name, array in arrays.items():
+        digest = hashlib.sha256()
+        for shard in array.shards:
+            digest.update(shard)
+        digests[f"{name}_sha256"] = digest.hexdigest()
+    return {**lengths, **digests, "tokenizer_sha256": fingerprint(tokenizer)}
 
-    The directory appears complete or not at all. `counts` are stored with the tokens, and may grow while the pieces
-    are made.
+
+def write_entry(
+    spec: dict[str, Any], tokenizer: Tokenizer, batches: Iterable[dict[str, np.ndarray]], about: dict[str, int]
+) -> Entry:
+    """Write batches of arrays by name as the entry of a specification, and return it.
+
+    It appears complete or not at all. `about` is recorded with the tokens, and may grow while the batches are made.
     """
+    directory, index = _entry(spec), make_index(spec | {"shard_tokens": SHARD_TOKENS}, {})
     make_cache(directory.parent)
     with tempfile.TemporaryDirectory(dir=directory.parent, ignore_cleanup_errors=True) as partial:
         folder = Path(partial)
-        with contextlib.ExitStack() as stack:
-            out = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in names}
-            for name, piece in pieces:
-                out[name].write(piece.astype(_dtype(name, tokenizer)).tobytes())
-        made_of, about = _describe(folder, tokenizer), counts or {}
+        write_shards(folder, index, tokenizer, ((batch, [1, 0, 0]) for batch in batches), tokenizer.end_of_text)
+        arrays = _open_arrays(folder, index, tokenizer)
         for split in SPLITS:
-            if not made_of[f"{split}_tokens"]:
+            if split not in arrays:
                 raise UserError(f"the {split} split is empty: the text is too short to split")
-        (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-        meta = {"fingerprint": made_of, "about": about, "about_sha256": json_sha256(about)}
-        (folder / "meta.json").write_text(json.dumps(meta))
+        made_of = _describe(arrays, tokenizer)
+        save_index(folder, index | {"fingerprint": made_of, "about": about})
         try:
             os.replace(partial, directory)
         except OSError:
             if not directory.exists():  # else another process was first with the same tokens
                 raise
+    return arrays, tokenizer, made_of, about

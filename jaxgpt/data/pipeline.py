@@ -43,11 +43,14 @@ class Tokens(Split):
 
     def __init__(self, shards: list[np.ndarray]):
         """Concatenate shards: 1-D arrays of any integer dtype."""
-        self._shards = shards
+        self.shards = shards
         self._ends = np.cumsum([len(s) for s in shards])
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, here: slice) -> np.ndarray:
+        return self.read(here.start, here.stop - here.start)
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Return `length` ids from `start` on, int32, across shards if necessary."""
@@ -56,7 +59,7 @@ class Tokens(Split):
         start -= int(self._ends[shard - 1]) if shard else 0
         parts = []
         while length:
-            part = self._shards[shard][start : start + length]
+            part = self.shards[shard][start : start + length]
             parts.append(part)
             length -= len(part)
             shard, start = shard + 1, 0

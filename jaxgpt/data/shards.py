@@ -1,4 +1,8 @@
-"""Read token files of other programs, nanoGPT's bare uint16 and llm.c's shards, and check them before training."""
+"""Write token shards, and read them and those of other programs: nanoGPT's bare uint16 and llm.c's shards.
+
+`write_shards` is the only function that writes tokens: `jaxgpt prepare` calls it with the folder `--out`, and a dataset
+with a folder in the cache. What is read is checked before training.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import contextlib
 import hashlib
 import itertools
 import re
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +21,11 @@ import numpy as np
 from jaxgpt.data.pipeline import Dataset, Tokens
 from jaxgpt.data.tokenizer import IdTokenizer, Tokenizer, fingerprint, load_tokenizer, open_tokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.files import is_there, json_sha256, open_file, read_json
+from jaxgpt.files import is_there, json_sha256, open_file, open_whole, read_json, render_json, write_whole
 
 # llm.c's shards start with 256 int32: magic, version, number of tokens. The magic gives the width of a token.
 LLMC_HEADER_BYTES = 1024
-LLMC_MAGIC = {20240520: np.uint16, 20240801: np.uint32}
+LLMC_MAGIC = {20240520: np.uint16, 20240801: np.uint32, 20261127: np.bool_, 20261128: np.int64}  # the last two are ours
 
 # Bare uint16 has no magic number, so any file would pass: refuse those that begin like another format.
 OTHER_KINDS = {
@@ -37,7 +43,11 @@ FROM_NANOGPT = (
 )
 
 SCAN = 2**22  # tokens read at a time
-OURS = re.compile(r"(train|val)_\d{6,}\.bin")  # names of the shards of `jaxgpt prepare`
+START = [0, 0, 0]  # a position: source, row in it, piece of the row
+SAVE_EVERY = 60.0  # seconds between records of the progress
+OURS = r"(train|val)(_answers|_ends)?_\d{6,}\.bin"  # names of our shards
+# and of all files of `write_shards`, with those that a kill leaves
+WRITTEN = re.compile(rf"({OURS}|(index|tokenizer)\.json)(\.[0-9a-f]{{8}}|\.part)?|\.lock")
 SHARD = {"file": str, "documents": int, "tokens": int, "sha256": str}  # the record of one
 HELD_OUT = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])", re.IGNORECASE)  # matches the names of validation files
 
@@ -151,7 +161,7 @@ def read_index(root: Path) -> dict[str, Any] | None:
             "tokenizer": {"sha256": str(), "vocab_size": int(), "end_of_text": int()},
         } if digest in (None, json_sha256(held)) and all(map(_is_shard, shards)):
             return held if digest else {key: value for key, value in held.items() if key != "text"}
-    if held is not None and (digest is not None or any(OURS.fullmatch(file.name) for file in root.glob("*.bin"))):
+    if held is not None and (digest is not None or any(re.fullmatch(OURS, file.name) for file in root.glob("*.bin"))):
         raise UserError(f"{path} is damaged: restore a copy, or delete {root} and prepare it again")
     return None
 
@@ -231,3 +241,93 @@ def scan(path: Path, tokens: np.ndarray, limit: int) -> dict[str, Any]:
             )
         digest.update(part.data)
     return {"tokens": len(tokens), "sha256": digest.hexdigest()}
+
+
+def make_index(arguments: dict[str, Any], sources: dict[str, int]) -> dict[str, Any]:
+    """Return the index of an empty folder. `arguments` has `shard_tokens`; sources: the bytes of each source."""
+    return {"jaxgpt": "prepare", "arguments": arguments, "bytes": sources, "at": START, "open": {}, "shards": []}
+
+
+def save_index(place: Path, index: dict[str, Any]) -> None:
+    """Write the index with its own digest."""
+    write_whole(place / "index.json", render_json({"sha256": json_sha256(index), **index}, indent=1))
+
+
+def write_shards(
+    place: Path,
+    index: dict[str, Any],
+    tokenizer: Tokenizer,
+    batches: Iterable[tuple[dict[str, np.ndarray], list[int]]],
+    end_of_text: int | None,
+) -> None:
+    """Write the tokens that follow the position of an index, and complete the index, which is changed.
+
+    All files are whole. Now and then the index says what is written, up to which position: after a kill, what it does
+    not list is written again.
+
+    Args:
+        place: the folder, in which the tokenizer is saved too.
+        index: the index, from `make_index` or, to go on, from `read_index`.
+        tokenizer: the tokenizer of the tokens.
+        batches: the next tokens by the name of their shards, such as "train", and the position after them.
+        end_of_text: the id that ends a document, if there is one.
+    """
+    end = -1 if end_of_text is None else end_of_text
+    index["tokenizer"] = {"sha256": fingerprint(tokenizer), "vocab_size": tokenizer.vocab_size, "end_of_text": end}
+    if index["at"] == START:
+        save_index(place, index)
+        write_whole(place / "tokenizer.json", tokenizer.to_json())
+    waiting: dict[str, list[np.ndarray]] = {}  # tokens of shards that are not full
+    count, saved = 0, time.monotonic()
+    for tokens, following in batches:
+        for name, ids in tokens.items():
+            if name not in waiting:
+                waiting[name] = _read_last(place, index, name)
+            waiting[name].append(ids)
+            count += len(ids)
+        is_full = count >= index["arguments"]["shard_tokens"]
+        if is_full or time.monotonic() - saved > SAVE_EVERY or index["at"] == START:
+            waiting = {name: [_write_series(place, index, name, parts)] for name, parts in waiting.items()}
+            count, saved = 0, time.monotonic()
+            index["at"] = following
+            save_index(place, index)
+    for name, parts in waiting.items():
+        _write_series(place, index, name, parts)
+    index |= {"at": None, "shards": sorted(index["shards"], key=lambda shard: shard["file"])}
+    delete_written(place, ["index.json", "tokenizer.json", ".lock", *(shard["file"] for shard in index["shards"])])
+    save_index(place, index)
+
+
+def _read_last(place: Path, index: dict[str, Any], name: str) -> list[np.ndarray]:
+    """Return the tokens of the last shard of a name, or none if it is full."""
+    last = [shard for shard in index["shards"] if shard["file"].rpartition("_")[0] == name][-1:]
+    most = index["arguments"]["shard_tokens"]
+    return [np.array(open_shard(place / x["file"])[: x["tokens"]]) for x in last if x["tokens"] < most]
+
+
+def _write_series(place: Path, index: dict[str, Any], name: str, parts: list[np.ndarray]) -> np.ndarray:
+    """Write the shards that follow the full ones of a name. Return the tokens of the last one unless it is full."""
+    ids, most, end = np.concatenate(parts), index["arguments"]["shard_tokens"], index["tokenizer"]["end_of_text"]
+    mine = [shard for shard in index["shards"] if shard["file"].rpartition("_")[0] == name]
+    others, known = [x for x in index["shards"] if x not in mine], [x for x in mine if x["tokens"] == most]
+    header = np.zeros(LLMC_HEADER_BYTES // 4, np.int32)
+    for start in range(0, len(ids), most):
+        here = ids[start : start + most]
+        header[:3] = next(magic for magic, dtype in LLMC_MAGIC.items() if dtype == ids.dtype), 1, len(here)
+        file = f"{name}_{len(known):06d}.bin"
+        with open_whole(place / file) as f:
+            f.write(header)
+            f.write(here)
+        made = {"documents": int(np.count_nonzero(here == end)), "tokens": len(here)}
+        known.append({"file": file, **made, "sha256": hashlib.sha256(here).hexdigest()})
+    index["shards"] = others + known
+    return ids[len(ids) // most * most :]
+
+
+def delete_written(place: Path, keep: Sequence[str]) -> None:
+    """Delete the files of `write_shards`, and the folder if nothing is left."""
+    for path in place.iterdir():
+        if WRITTEN.fullmatch(path.name) and path.name not in keep:
+            path.unlink()
+    if not any(place.iterdir()):
+        place.rmdir()

@@ -398,6 +398,11 @@ def fingerprint(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
 
 
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Return the dtype of tokens in files."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
 def find_start_token(tokenizer: Tokenizer) -> tuple[int, str]:
     """Return (id, description) of the token that replaces an empty prompt: end of text, else a newline, else id 0."""
     if tokenizer.end_of_text is not None:

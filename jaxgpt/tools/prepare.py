@@ -24,7 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from jaxgpt.config.validate import Count, Fraction, Interval
-from jaxgpt.data.corpus import decode_text, parse_line
+from jaxgpt.data.corpus import SPLITS, decode_text, parse_line
 from jaxgpt.data.tokenizer import (
     CONTEXT,
     END_OF_TEXT,
@@ -43,20 +43,19 @@ from jaxgpt.data.tokenizer import (
     encode_pieces,
     fingerprint,
     load_tokenizer,
+    token_dtype,
     train_bpe,
 )
 from jaxgpt.errors import UserError, first_line, reason_of, shell_line
-from jaxgpt.files import Result, is_there, json_sha256, open_file, open_whole, render_json, write_whole
+from jaxgpt.files import Result, is_there, open_file
 
-SPLITS = ("train", "val")
 KIND = re.compile(r"(?s).*\.(?:(txt|jsonl)(?:\.(gz|zst))?|parquet)")
 TAKES = "a source is .txt or .jsonl, also .gz or .zst, .parquet, a folder or glob of them, or OWNER/NAME[:CONFIG] on the Hub"
-OURS = re.compile(r"((train|val)_\d{6,}\.bin|(index|tokenizer)\.json)(\.[0-9a-f]{8}|\.part)?|\.lock")
 PIECE = 2**20  # characters, or bytes of a batch, that are encoded at once: a longer document is cut
 LONGEST_LINE = 2**26  # bytes of a line of .jsonl
 SAMPLE = 2**26  # characters that a tokenizer is trained on, the same share of each source
-SAVE_EVERY, SAY_EVERY = 60.0, 10.0  # seconds between records of the progress, and between lines about it
 START = [0, 0, 0]  # a position: source, row in it, piece of the row
+SAY_EVERY = 10.0  # seconds between lines about the progress
 # Up to the last place where every pattern that `split_words` knows ends a word: a cut there changes no token.
 WORDS = re.compile(r"(?s).*\S(?:(?= )|\n(?=\S))")
 # A row's number, parts of its text, and what tells the bytes of its source read so far.
@@ -102,6 +101,8 @@ def prepare(
         workers: processes that encode, which change no byte, by default one per core
         say: receives lines about the progress
     """
+    # Not with the module, which each worker imports: jax takes 1.5 s.
+    from jaxgpt.data.shards import delete_written, write_shards
     from jaxgpt.runs.directory import lock_run
 
     names, place, again = find_sources(sources), Path(out), "the same command goes on from where it was"
@@ -122,7 +123,10 @@ def prepare(
         if learned and index["at"] == START:
             say(f"learning {tokenizer} from a sample of the text")
             chosen = train_bpe(sample_texts(list(names), column, val_fraction), int(learned[1]))
-        write_shards(place, index, chosen or load_tokenizer(place / "tokenizer.json"), workers or cores, say)
+        chosen = chosen or load_tokenizer(place / "tokenizer.json")
+        encoded = encode_sources(index, chosen, place / "tokenizer.json", workers or cores, say)
+        with contextlib.closing(encoded):
+            write_shards(place, index, chosen, encoded, find_end(chosen))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted: {again}") from None
     except BrokenProcessPool:
@@ -131,7 +135,7 @@ def prepare(
         raise UserError(f"cannot write into {place}: {reason_of(e)}. Make room: {again}") from None
     finally:
         if index["at"] == START:  # nothing to go on from
-            delete(place, keep=())
+            delete_written(place, keep=())
         lock.release()
     return describe(place, index)
 
@@ -152,9 +156,9 @@ def describe(place: Path, index: dict[str, Any]) -> Result:
 
 def read_index(place: Path, given: dict[str, Any], names: dict[str, int]) -> dict[str, Any]:
     """Return the index to go on from. Raises `UserError` if the folder holds something else, or other arguments."""
-    from jaxgpt.data.shards import read_index as read_held
+    from jaxgpt.data import shards
 
-    if (held := read_held(place)) is None:
+    if (held := shards.read_index(place)) is None:
         others = sorted(p.name for p in place.iterdir() if not re.fullmatch(r"\.lock|index\.json\.\w{8}", p.name))
         if others:
             raise UserError(f"{place} holds something else, such as {others[0]}: name another --out")
@@ -168,8 +172,7 @@ def read_index(place: Path, given: dict[str, Any], names: dict[str, int]) -> dic
         if differing:
             raise UserError(f"{place} was begun with another {', '.join(differing)}: name another --out, or delete it")
         return held | {"bytes": names}
-    index = {"jaxgpt": "prepare", "arguments": given, "bytes": names, "at": START, "open": {}, "shards": []}
-    return index | {"text": {split: {"bytes": 0, "characters": 0} for split in SPLITS}}
+    return shards.make_index(given, names) | {"text": {split: {"bytes": 0, "characters": 0} for split in SPLITS}}
 
 
 def check_files(place: Path, index: dict[str, Any]) -> None:
@@ -184,89 +187,32 @@ def check_files(place: Path, index: dict[str, Any]) -> None:
         check_shards(place, index["shards"], found)
 
 
-def save_index(place: Path, index: dict[str, Any]) -> None:
-    """Write the index with its own digest."""
-    write_whole(place / "index.json", render_json({"sha256": json_sha256(index), **index}, indent=1))
+def encode_sources(
+    index: dict[str, Any], tokenizer: Tokenizer, file: Path, workers: int, say: Callable[[str], None]
+) -> Generator[tuple[dict[str, np.ndarray], list[int]]]:
+    """Yield the tokens of the sources from the index's position on, each batch with the position after it.
 
-
-def write_shards(
-    place: Path, index: dict[str, Any], tokenizer: Tokenizer, workers: int, say: Callable[[str], None]
-) -> None:
-    """Encode from the index's position to the end of the sources."""
+    The bytes and characters of each split are counted in the index, in which the end of a document is a newline.
+    """
     given, names = index["arguments"], index["bytes"]
-    known = {"sha256": fingerprint(tokenizer), "vocab_size": tokenizer.vocab_size, "end_of_text": find_end(tokenizer)}
-    index["tokenizer"] = known
-    if index["at"] == START:
-        save_index(place, index)
-        write_whole(place / "tokenizer.json", tokenizer.to_json())
-    waiting = {split: [read_last(place, index, split)] for split in SPLITS}  # tokens of shards that are not full
+    starts, done = [0, *names.values()], 0
+    total = sum(starts) if all(starts[1:]) else None
     pieces = read_pieces([*names], given["column"], given["val_fraction"], index["at"])
-    encoded, starts = encode_all(pieces, tokenizer, place / "tokenizer.json", workers), [0, *names.values()]
-    saved, total, done = time.monotonic(), sum(starts) if all(starts[1:]) else None, 0
+    encoded = encode_all(pieces, tokenizer, file, workers)
     with contextlib.closing(encoded), show_progress(total, say) as tell:
         for batch, tokens in encoded:
-            for split, ids in tokens.result().items():
-                waiting[split].append(ids)
             for piece in batch:
                 done += piece.size
                 counts = index["text"][piece.split]
-                counts["bytes"] += piece.size + piece.is_last  # the end of a document counts as a newline
+                counts["bytes"] += piece.size + piece.is_last
                 counts["characters"] += len(piece.text) + piece.is_last
-            last, most = batch[-1], max(sum(map(len, parts)) for parts in waiting.values())
+            last = batch[-1]
             tell(done if total is None else sum(starts[: last.following[0] + 1]) + last.read)
-            if most >= given["shard_tokens"] or time.monotonic() - saved > SAVE_EVERY or index["at"] == START:
-                waiting = {split: [write_split(place, index, split, parts)] for split, parts in waiting.items()}
-                index["at"], saved = last.following, time.monotonic()
-                save_index(place, index)
-    for split, parts in waiting.items():
-        write_split(place, index, split, parts)
-    if not any(shard["file"].startswith("train") for shard in index["shards"]):
+            yield tokens, last.following
+    if not index["text"]["train"]["bytes"]:
         wrong = "there is no text" if index["at"] == START else f"val_fraction={given['val_fraction']} holds all out"
         index["at"] = START
         raise UserError(f"{', '.join(names)[:200]}: {wrong}: give more text")
-    index |= {"at": None, "shards": sorted(index["shards"], key=lambda shard: shard["file"])}
-    delete(place, keep=["index.json", "tokenizer.json", ".lock", *(shard["file"] for shard in index["shards"])])
-    save_index(place, index)
-
-
-def read_last(place: Path, index: dict[str, Any], split: str) -> np.ndarray:
-    """Return the tokens of the last shard of a split, or none if it is full."""
-    from jaxgpt.data.shards import open_shard
-
-    last = next((shard for shard in reversed(index["shards"]) if shard["file"].startswith(split)), None)
-    if last is None or last["tokens"] == index["arguments"]["shard_tokens"]:
-        return np.zeros(0, token_dtype(index["tokenizer"]["vocab_size"]))
-    return np.array(open_shard(place / last["file"])[: last["tokens"]])
-
-
-def write_split(place: Path, index: dict[str, Any], split: str, parts: list[np.ndarray]) -> np.ndarray:
-    """Write the shards that follow the full ones of a split, and return the tokens of the last one unless it is full."""
-    from jaxgpt.data.shards import LLMC_HEADER_BYTES, LLMC_MAGIC
-
-    ids, most, end = np.concatenate(parts), index["arguments"]["shard_tokens"], index["tokenizer"]["end_of_text"]
-    mine = [shard for shard in index["shards"] if shard["file"].startswith(split)]
-    others, known = [x for x in index["shards"] if x not in mine], [x for x in mine if x["tokens"] == most]
-    header = np.zeros(LLMC_HEADER_BYTES // 4, np.int32)
-    for start in range(0, len(ids), most):
-        here = ids[start : start + most]
-        header[:3] = next(magic for magic, dtype in LLMC_MAGIC.items() if dtype == ids.dtype), 1, len(here)
-        file = f"{split}_{len(known):06d}.bin"
-        with open_whole(place / file) as f:
-            f.write(header)
-            f.write(here)
-        made = {"documents": int(np.count_nonzero(here == end)), "tokens": len(here)}
-        known.append({"file": file, **made, "sha256": hashlib.sha256(here).hexdigest()})
-    index["shards"] = others + known
-    return ids[len(ids) // most * most :]
-
-
-def delete(place: Path, keep: Sequence[str]) -> None:
-    """Delete our files, and the folder if nothing is left."""
-    for path in place.iterdir():
-        if OURS.fullmatch(path.name) and path.name not in keep:
-            path.unlink()
-    if not any(place.iterdir()):
-        place.rmdir()
 
 
 @contextlib.contextmanager
@@ -464,11 +410,6 @@ def find_end(tokenizer: Tokenizer) -> int | None:
     return 255 if isinstance(tokenizer, ByteTokenizer) else tokenizer.end_of_text
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the dtype of tokens in files."""
-    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-
-
 def encode_batch(tokenizer: Tokenizer, batch: list[Piece]) -> dict[str, np.ndarray]:
     """Return the tokens of each split, in order, with the ends of documents."""
     end = np.array([find_end(tokenizer)])
@@ -481,7 +422,7 @@ def encode_batch(tokenizer: Tokenizer, batch: list[Piece]) -> dict[str, np.ndarr
 
 def encode_all(
     pieces: Iterable[Piece], tokenizer: Tokenizer, file: Path, workers: int
-) -> Generator[tuple[list[Piece], Future[dict[str, np.ndarray]]]]:
+) -> Generator[tuple[list[Piece], dict[str, np.ndarray]]]:
     """Yield (pieces, tokens of each split) of batches in order.
 
     file: the tokenizer's, from which workers load it.
@@ -491,7 +432,7 @@ def encode_all(
         pool, work = ThreadPoolExecutor(1), functools.partial(encode_batch, tokenizer)
     else:  # not forked: a copy of a lock that another thread holds is never released
         context = multiprocessing.get_context("spawn")
-        pool, work = ProcessPoolExecutor(workers, context, _begin_worker, (str(file),)), _work
+        pool, work = ProcessPoolExecutor(workers, context, _begin_worker), functools.partial(_work, file)
     try:
         for piece in itertools.chain(pieces, [None]):
             if piece is not None:
@@ -500,18 +441,14 @@ def encode_all(
             if batch and (piece is None or size + 256 * len(batch) > PIECE):  # a million short texts are too many
                 waiting.append((batch, pool.submit(work, batch)))
                 batch, size = [], 0
-            if len(waiting) > 2 * workers:
-                yield waiting.popleft()
-        while waiting:
-            yield waiting.popleft()
+            while waiting and (piece is None or len(waiting) > 2 * workers):
+                done, future = waiting.popleft()
+                yield done, future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-_tokenizers: list[Tokenizer] = []  # a worker's
-
-
-def _begin_worker(file: str) -> None:
+def _begin_worker() -> None:
     def leave() -> None:
         parent = multiprocessing.parent_process()
         assert parent is not None
@@ -521,8 +458,10 @@ def _begin_worker(file: str) -> None:
     threading.Thread(target=leave, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the first process
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker has its core
-    _tokenizers.append(load_tokenizer(file))
 
 
-def _work(batch: list[Piece]) -> dict[str, np.ndarray]:
-    return encode_batch(_tokenizers[0], batch)
+_load = functools.cache(load_tokenizer)  # once in a worker
+
+
+def _work(file: Path, batch: list[Piece]) -> dict[str, np.ndarray]:
+    return encode_batch(_load(file), batch)

@@ -252,7 +252,7 @@ def test_prepared_once_and_split_by_position(tokenizer, tmp_path, monkeypatch):
     path = chat_file(tmp_path)
     config = DataConfig(path=str(path), tokenizer=tokenizer, val_fraction=0.25, bpe_vocab_size=300)
     first = open_data(config, block_size=T)
-    monkeypatch.setattr("jaxgpt.data.dataset.write_tokens", None)  # would be called
+    monkeypatch.setattr("jaxgpt.data.dataset.write_entry", None)  # would be called
     again = open_data(config, block_size=T)
     assert first.fingerprint == again.fingerprint and "template_sha256" in first.fingerprint
     assert first.notes == again.notes

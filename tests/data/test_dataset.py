@@ -1,16 +1,20 @@
 import contextlib
 import dataclasses
 import itertools
+import json
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from jaxgpt.data import corpus, dataset
 from jaxgpt.data.dataset import DataConfig, encode_whole, open_data
+from jaxgpt.data.shards import read_index
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
+from jaxgpt.files import json_sha256
 from jaxgpt.runs.resume import reopen_dataset
 from tests.conftest import TEXT
 from tests.helpers import chat_file, recorded_run, sentencepiece
@@ -35,7 +39,7 @@ def test_the_splits_are_the_text_in_order_and_made_once(text_file, tmp_path, mon
     assert d.fingerprint["train_tokens"] == len(d.train)
     copy = Path(shutil.copy(text_file, tmp_path / "elsewhere.txt"))
     with monkeypatch.context() as m:
-        m.setattr(dataset, "write_tokens", None)  # would be called
+        m.setattr(dataset, "write_entry", None)  # would be called
         again = open_data(dataclasses.replace(config, path=str(copy)), block_size=8)
     assert again.fingerprint == d.fingerprint and ids(again.train) == ids(d.train)
     monkeypatch.setattr(corpus, "CHUNK", 97)
@@ -135,24 +139,27 @@ def test_what_changes_between_readings_is_refused_and_not_cached(tmp_path, monke
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError, UserError, None])
-def test_tokens_are_written_whole_or_not_at_all(tmp_path, kind):
+def test_tokens_are_written_whole_or_not_at_all(tmp_path, kind, monkeypatch):
     """What ends the writing is raised, and nothing stays; the first of two processes wins, with the same tokens."""
+    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
+    whole = {name: np.arange(size, dtype=np.uint16) for name, size in (("train", 5), ("val", 6))}
 
-    def pieces():
-        yield "train", np.arange(5)
+    def batches():
+        yield {"train": whole["train"]}
         if kind is not None:
             raise kind
-        dataset.write_tokens(tmp_path / "key", ByteTokenizer(), [("train", np.arange(5)), ("val", np.arange(6))])
-        yield "val", np.arange(6)
+        dataset.write_entry({}, ByteTokenizer(), [whole], {})
+        yield {"val": whole["val"]}
 
     with pytest.raises(kind) if kind is not None else contextlib.nullcontext():
-        dataset.write_tokens(tmp_path / "key", ByteTokenizer(), pieces())
-    assert [p.name for p in tmp_path.iterdir()] == ([] if kind else ["key"])
+        dataset.write_entry({}, ByteTokenizer(), batches(), {})
+    found = list((tmp_path / "tokens").iterdir())
+    assert len(found) == (kind is None)
     if kind is None:
-        assert dataset.read_tokens(tmp_path / "key")[0]["val"].tolist() == [*range(6)]
-        (tmp_path / "key" / "val.bin").write_bytes(b"abcd")
-        with pytest.raises(UserError, match="the cached tokens in .*key are damaged: delete that folder"):
-            dataset.read_tokens(tmp_path / "key")
+        assert ids(dataset.read_entry(found[0])[0]["val"]) == [*range(6)]
+        (found[0] / "val_000000.bin").write_bytes(b"abcd")
+        with pytest.raises(UserError, match="the cached tokens in .* are damaged: delete that folder"):
+            dataset.read_entry(found[0])
 
 
 @pytest.mark.parametrize("end", ["</s>", None])
@@ -229,13 +236,33 @@ def test_texts_that_will_not_do_are_told(tmp_path, text, said):
         open_data(DataConfig(path=str(tmp_path / "t.txt")), block_size=8)
 
 
+def write_as_before(directory):
+    """Turn an entry of the cache into one of version 0.2.0."""
+    index = read_index(directory)
+    for shard in index["shards"]:
+        file = directory / shard["file"]
+        (directory / f"{shard['file'][:-11]}.bin").write_bytes(file.read_bytes()[1024:])
+        file.unlink()
+    (directory / "index.json").unlink()
+    about = index["about"]
+    meta = {"fingerprint": index["fingerprint"], "about": about, "about_sha256": json_sha256(about)}
+    (directory / "meta.json").write_text(json.dumps(meta))
+
+
+@pytest.mark.parametrize("is_earlier", [False, True])
 @pytest.mark.parametrize("kind", ["text", "conversations"])
-def test_what_is_known_is_found_in_the_cache_without_its_text(kind, text_file, tmp_path):
+def test_what_is_known_is_found_in_the_cache_without_its_text(kind, is_earlier, text_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "cache"))
     path = shutil.copy(text_file, tmp_path / "text.txt") if kind == "text" else chat_file(tmp_path)
     config = DataConfig(path=str(path))
     before = open_data(config, block_size=64)
+    if is_earlier:
+        (directory,) = (tmp_path / "cache/tokens").iterdir()
+        write_as_before(directory)
     Path(path).unlink()
     after = open_data(config, block_size=64, known=before.fingerprint)
+    rows = [d.train.training_rows(block_size=64, seed=0)(3) for d in (before, after)]
+    jax.tree.map(np.testing.assert_array_equal, *rows)
     assert after.fingerprint == before.fingerprint and after.val_bytes == before.val_bytes
     assert (after.val_characters, after.tokenizer_config) == (before.val_characters, before.tokenizer_config)
     known = before.fingerprint | {"train_sha256": "0" * 64}
@@ -247,9 +274,9 @@ def test_what_is_known_is_found_in_the_cache_without_its_text(kind, text_file, t
 
 
 DAMAGE = [
-    *[(kind, name) for kind in ("text", "chat") for name in ("train.bin", "val.bin", "tokenizer.json", "meta.json")],
-    ("chat", "train_answers.bin"),
-    ("chat", "val_ends.bin"),
+    *itertools.product(["text", "chat"], ["train_000000.bin", "val_000000.bin", "tokenizer.json", "index.json"]),
+    ("chat", "train_answers_000000.bin"),
+    ("chat", "val_ends_000000.bin"),
 ]
 
 
@@ -265,7 +292,7 @@ def test_what_is_damaged_in_the_cache_is_made_again_or_told(kind, name, harm, tm
     before = open_data(config, block_size=64)
     (file,) = (tmp_path / "cache").glob(f"tokens/*/{name}")
     raw = file.read_bytes()
-    at = raw.index(b'"about"') + 26 if name == "meta.json" and kind == "text" else len(raw) // 2  # a digit of val_bytes
+    at = len(raw) // 2 if name.endswith("json") else len(raw) - 3  # of a shard's header only a part is used
     harmed = {"flip": raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :], "cut": raw[:-1], "null": b"null"}
     file.unlink()
     if harm != "delete":

@@ -233,7 +233,7 @@ def test_shards_of_a_bucket_are_downloaded_once_and_again_where_they_change(buck
 
     def train():
         dataset = open_data(config, block_size=8, vocab_size=1000)
-        assert isinstance(dataset.train._shards[0], np.memmap)
+        assert isinstance(dataset.train.shards[0], np.memmap)
         return dataset.train.read(0, len(dataset.train)).tolist(), dataset.fingerprint
 
     first, found = train()
