@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxgpt.data import corpus, dataset
+from jaxgpt.data import conversations, corpus, dataset
 from jaxgpt.data.dataset import DataConfig, encode_whole, open_data
 from jaxgpt.data.shards import read_index
 from jaxgpt.data.tokenizer import ByteTokenizer
@@ -129,7 +129,7 @@ def test_what_changes_between_readings_is_refused_and_not_cached(tmp_path, monke
 
     with monkeypatch.context() as m:
         m.setattr(dataset, "read_text", change(dataset.read_text))
-        m.setattr(dataset, "read_messages", change(dataset.read_messages))
+        m.setattr(conversations, "read_messages", change(conversations.read_messages))
         with pytest.raises(UserError, match=rf"{name} changed while it was read"):
             open_data(config, block_size=32)
     assert not list((tmp_path / "cache").glob("*/*"))
