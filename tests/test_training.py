@@ -52,7 +52,7 @@ def run(text_file, tmp_path, monkeypatch):
         monkeypatch.setattr(Trainer, "merged_params", lambda self, state: state)
         monkeypatch.setattr(RunLog, "log_step", settle)
         monkeypatch.setattr(training, "catch_signals", lambda: contextlib.nullcontext(stop))
-        monkeypatch.setattr(training, "load_run", lambda metadata: None)
+        monkeypatch.setattr("jaxgpt.run.load_run", lambda metadata: None)
         fields = {"eval_every": 99, "checkpoint_every": 99} | train
         experiment = replace_fields(
             tiny_experiment(text_file, steps=steps, **fields), optim={"max_skipped": max_skipped}
