@@ -25,12 +25,11 @@ import numpy as np
 from jaxgpt import GPT, Decoding, Run, Sampling, UserError, load
 from jaxgpt.config.validate import check_count, check_value
 from jaxgpt.data.tokenizer import fingerprint
-from jaxgpt.sample import state as programs
-from jaxgpt.sample.cache import KVCache, can_cache
+from jaxgpt.sample import programs
 from jaxgpt.sample.engine import iter_text, prompt_keys, truncate_prompts
 from jaxgpt.sample.filters import SamplingRows, draw
+from jaxgpt.sample.programs import cache_columns, has_unbounded_positions, known_ids, next_bucket
 from jaxgpt.sample.quantize import apply_model, unstack_layers
-from jaxgpt.sample.state import cache_columns, has_unbounded_positions, known_ids, next_bucket
 
 
 def sample(
@@ -128,7 +127,7 @@ class SequenceState(flax.struct.PyTreeNode):
     count: jax.Array  # int32: tokens generated before the stop token
     stopped: jax.Array  # bool
     seen_1V: jax.Array  # int32: tokens of prompt and completion, see `SamplingRows.adjust`
-    cache: KVCache
+    cache: programs.Cache
 
 
 def init_sequence(
@@ -139,9 +138,9 @@ def init_sequence(
     tokens_X = np.zeros(room + programs.chunk_size(model), np.int32)  # slices of a chunk may begin at the last token
     tokens_X[: len(prompt)] = prompt
     # More columns than a round reads: rejected tokens must not overwrite columns that the window still needs.
-    columns, cached = cache_columns(model, room) + cache_columns(model, G + 1), can_cache(model, params)
-    cache = programs.allocate_cache(jax.tree.leaves(params)[0], model, 1, columns, decoding.cache_dtype, cached)
-    if cached and not cache.is_columns:
+    columns = cache_columns(model, room) + cache_columns(model, G + 1)
+    cache = programs.allocate_cache(model, params, 1, columns, decoding.cache_dtype)
+    if programs.keeps_cache(model.config) and not programs.is_columns(cache):
         name = type(model.config).__name__
         raise UserError(
             f"{name}: speculative decoding takes tokens back, which its module's cache cannot: leave the draft out"
@@ -184,7 +183,8 @@ class _Model(NamedTuple):
     def read(self, state: SequenceState, T: int) -> tuple[SequenceState, jax.Array]:
         """Read T tokens. Return the state and their hidden states x_1TD."""
         tokens_1T = jax.lax.dynamic_slice(state.tokens_X, (state.unread,), (T,))[None]
-        x_1TD, cache = programs.read(self.model, self.params, state.cache, tokens_1T, state.unread - state.start)
+        positions_1T = state.unread - state.start + jnp.arange(T)[None]
+        x_1TD, cache = programs.read(self.model, self.params, state.cache, tokens_1T, positions_1T)
         return state.replace(cache=cache, unread=state.unread + T), x_1TD
 
     def probabilities(self, x_1TD: jax.Array, sampling: SamplingRows, seen_TV: jax.Array) -> jax.Array:

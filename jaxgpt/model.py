@@ -27,6 +27,7 @@ from jaxgpt.config.validate import (
 from jaxgpt.errors import UserError
 from jaxgpt.layers import Attention
 from jaxgpt.layers.block import NO_SHARDING, Block, Compute, ShardingHooks, remat
+from jaxgpt.layers.kernels.cached import is_decoding
 from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
 from jaxgpt.layers.linear import INIT_STD, Embedding, Head
 from jaxgpt.layers.mlp import ACTIVATIONS, MLP
@@ -111,6 +112,9 @@ class GPTConfig(Checked):
     scan_layers: bool = False  # compile one block and run it n_layer times, with stacked parameters: compile time does not grow with depth
     # what the backward pass computes again, to save memory. dots is all but dense layers and attention kernels, and full is all
     remat: Literal["none", "dots", "full"] = "none"
+    # whether every module of a subclass that mixes tokens keeps what it needs of earlier ones in linen's collection
+    # "cache". If not, each token that is drawn computes its context again
+    has_cache = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -214,6 +218,8 @@ class GPTConfig(Checked):
 
         With scan_layers one block, made as layer 0, runs as all of them.
         """
+        if not self.is_foreign:  # equal blocks are equal values, which decoding traces once
+            layer = next(i for i in range(layer + 1) if self.window(i) == self.window(layer))
         return Block(self, layer, compute)
 
     def make_attention(self, layer: int, compute: Compute) -> nn.Module:
@@ -308,8 +314,12 @@ class GPT(nn.Module):
     @nn.nowrap
     def shapes(self) -> dict:
         """Return shape and dtype of each parameter, without computing it."""
-        tokens_BT = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-        return jax.eval_shape(self.init, jax.random.key(0), tokens_BT)["params"]
+        tokens_BT, depth = jax.ShapeDtypeStruct((1, 1), jnp.int32), self.config.n_layer
+        if type(self) is not GPT or self.config.is_foreign or self.config.scan_layers or depth == 1:
+            return jax.eval_shape(self.init, jax.random.key(0), tokens_BT)["params"]
+        shapes = self.clone(config=dataclasses.replace(self.config, n_layer=1)).shapes()  # one block is traced
+        block = shapes.pop("h_0")
+        return shapes | {f"h_{layer}": jax.tree.map(lambda x: x, block) for layer in range(depth)}
 
     @property
     def unembed_params(self) -> tuple[str, ...]:
@@ -374,8 +384,13 @@ class GPT(nn.Module):
         def run_block(block: nn.Module, x_BTD: jax.Array, **more: Any) -> jax.Array:
             return block(x_BTD, positions_BT, segments_BT=segments_BT, train=train, **more)
 
-        run = remat(run_block, self.config.remat, is_scanned=self.config.scan_layers)
-        return self.norm_output(self.run_blocks(x_BTD, run, tokens_BT))
+        return self.norm_output(self.run_blocks(x_BTD, self.wrap_block(run_block), tokens_BT))
+
+    def wrap_block(self, run_block: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """Return the function that runs a block, which training may compute again, and decoding traces once."""
+        if is_decoding(self):
+            return nn.jit(run_block)
+        return remat(run_block, self.config.remat, is_scanned=self.config.scan_layers)
 
     def run_blocks(self, x_BTD: jax.Array, run_block: Callable[..., jax.Array], tokens_BT: jax.Array) -> jax.Array:
         """Run the blocks `h` in turn. A subclass may connect them otherwise.
@@ -385,7 +400,7 @@ class GPT(nn.Module):
         if self.config.scan_layers:
             x_BTD, _ = nn.scan(
                 lambda layers, x_BTD: (run_block(layers.block, x_BTD), None),
-                variable_axes={"params": 0, "losses": 0, "metrics": 0},
+                variable_axes={"params": 0, "losses": 0, "metrics": 0, "cache": 0},
                 split_rngs={"params": True, "dropout": True},
                 length=self.config.n_layer,
             )(self.h, x_BTD)

@@ -14,7 +14,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.sample import Decoding, Sampling
 from jaxgpt.sample.engine import generate
 from jaxgpt.sample.filters import SamplingRows
-from jaxgpt.sample.state import pad_stop_tokens
+from jaxgpt.sample.programs import pad_stop_tokens
 from jaxgpt.training import fit
 from tests.helpers import TINY, apply, make_model, script, tiny_experiment
 

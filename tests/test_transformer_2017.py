@@ -18,7 +18,7 @@ from jaxgpt.model import GPTConfig
 from jaxgpt.optim import OptimConfig, label_parameters, learning_rate
 from jaxgpt.parallel.limits import count_parameters
 from jaxgpt.run import load
-from jaxgpt.sample.cache import KVCache
+from jaxgpt.sample.programs import read
 from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.training import fit
 from tests.helpers import FLOAT32_REORDERED, TINY, import_pages, make_model, run_command, tiny_experiment
@@ -100,14 +100,12 @@ def test_documents_of_a_row_do_not_read_each_other(model):
 
 def test_cached_equals_uncached(model):
     model, params = model
-    c = model.config.explicit()
     whole = logits(model, params, TARGET, SOURCE, SEGMENTS)
-    cache = KVCache.empty(batch=2, columns=8, n_layer=c.n_layer, n_kv_head=c.n_kv_head, head_dim=c.head_dim)
-    cache = model.apply({"params": params}, cache, SOURCE, SEGMENTS, method="init_cross_cache")
+    cache = beams.make_cache(model, params, 8, SOURCE, SEGMENTS)
 
     @jax.jit
     def step(cache, tokens_BT, t):
-        x_BTD, cache = cache.decode(model, params, tokens_BT, jnp.broadcast_to(t, (2, 1)))
+        x_BTD, cache = read(model, params, cache, tokens_BT, jnp.broadcast_to(t, (2, 1)))
         return model.apply({"params": params}, x_BTD, method="unembed"), cache
 
     for t in range(4):

@@ -10,13 +10,12 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from encoder_decoder import CrossCache, EncoderDecoder
+from encoder_decoder import EncoderDecoder
 
 from jaxgpt.config.validate import check_count
 from jaxgpt.errors import UserError
-from jaxgpt.sample.cache import KVCache
-from jaxgpt.sample.quantize import apply_model
-from jaxgpt.sample.state import cache_columns, next_bucket
+from jaxgpt.sample.programs import Cache, next_bucket, read
+from jaxgpt.sample.quantize import apply_model, with_decode_matrices
 
 NEVER = -1e30  # score of an impossible target; the sum of two is still finite
 
@@ -65,12 +64,7 @@ def beam_search(
     source_BS, segments_BS = np.zeros((2, B, columns), np.int32)
     for number, source in enumerate(sources):
         source_BS[number, : len(source)], segments_BS[number, : len(source)] = source, 1
-    c = model.config.explicit()
-    heads: Any = {"n_layer": c.n_layer, "n_kv_head": c.n_kv_head, "head_dim": c.head_dim}
-    cache = KVCache.empty(batch=B * W, columns=cache_columns(model), **heads, dtype=model.dtype)
-    results = jax.device_get(
-        _search(model, params, cache, source_BS, segments_BS, W, start, end, length_penalty, vocab_size)
-    )
+    results = jax.device_get(_search(model, params, source_BS, segments_BS, W, start, end, length_penalty, vocab_size))
     result = BeamResult([], [])
     for tokens_WX, length_W, score_W in zip(*results, strict=True):
         real = [w for w in np.argsort(-score_W, kind="stable").tolist() if score_W[w] > NEVER / 2]
@@ -85,7 +79,7 @@ class Beams(flax.struct.PyTreeNode):
     tokens_RX: jax.Array  # int32: the targets
     last_R: jax.Array  # int32: last tokens, not in the cache yet
     count: jax.Array  # int32: tokens in each target
-    cache: CrossCache
+    cache: Cache
     logprob_BW: jax.Array
     finished_BWX: jax.Array
     length_BW: jax.Array  # tokens of the finished ones
@@ -101,8 +95,21 @@ class Beams(flax.struct.PyTreeNode):
         return self.replace(finished_BWX=all_BRX[b_B1, at_BW], length_BW=length_BR[b_B1, at_BW], score_BW=top_BW)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5, 9))
-def _search(model, params, cache, source_BS, segments_BS, W: int, start, end, alpha, V: int) -> Any:
+def make_cache(
+    model: EncoderDecoder, params: dict, columns: int, source_BS: jax.Array, segments_BS: jax.Array
+) -> Cache:
+    """Encode sources. Return an empty cache with room for `columns` tokens, and the keys and values of the sources.
+
+    segments_BS: 1 for the source's tokens, then 0 for padding.
+    """
+    tokens_BX = jnp.zeros((len(source_BS), columns), jnp.int32)
+    how: Any = {"positions_BT": jnp.arange(columns)[None], "source_BS": source_BS, "source_segments_BS": segments_BS}
+    apply = with_decode_matrices(model.apply)
+    return apply({"params": params}, tokens_BX, **how, method="hidden_states", mutable=["cache"])[1]["cache"]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4, 8))
+def _search(model, params, source_BS, segments_BS, W: int, start, end, alpha, V: int) -> Any:
     """Return (tokens_BWX, length_BW, score_BW) of the best finished targets."""
     B, X = source_BS.shape[0], model.config.block_size
     rows = (jnp.repeat(x_BS, W, axis=0) for x_BS in (source_BS, segments_BS))
@@ -110,7 +117,7 @@ def _search(model, params, cache, source_BS, segments_BS, W: int, start, end, al
         tokens_RX=jnp.zeros((B * W, X), jnp.int32),
         last_R=jnp.full(B * W, start),
         count=jnp.int32(0),
-        cache=apply_model(model, params, cache, *rows, method="init_cross_cache"),
+        cache=make_cache(model, params, X, *rows),
         # At first all beams of a source are equal: only one of them counts.
         logprob_BW=jnp.tile(jnp.where(jnp.arange(W) == 0, 0.0, NEVER), (B, 1)),
         finished_BWX=jnp.zeros((B, W, X), jnp.int32),
@@ -127,7 +134,7 @@ def _search(model, params, cache, source_BS, segments_BS, W: int, start, end, al
     def step(beams: Beams) -> Beams:
         """Add a token to every beam: keep the best of the W V continuations that end, and the best that do not."""
         positions_R1 = jnp.broadcast_to(beams.count, (B * W, 1))
-        x_R1D, cache = beams.cache.decode(model, params, beams.last_R[:, None], positions_R1)
+        x_R1D, cache = read(model, params, beams.cache, beams.last_R[:, None], positions_R1)
         logits = apply_model(model, params, x_R1D, method="unembed")
         logprob_BWV = jax.nn.log_softmax(logits[:, 0, :V], axis=-1).reshape(B, W, V)
         logprob_BWV = logprob_BWV + beams.logprob_BW[:, :, None]
@@ -142,8 +149,9 @@ def _search(model, params, cache, source_BS, segments_BS, W: int, start, end, al
         going_BR = jnp.where(is_end_V, NEVER, logprob_BWV).reshape(B, W * V)
         logprob_BW, at_BW = jax.lax.top_k(going_BR, W)
         rows_R = (jnp.arange(B)[:, None] * W + at_BW // V).reshape(-1)
-        # The encoder's keys and values are the same for all beams of a source: only `cache.layers` is reordered.
-        layers = jax.tree.map(lambda x: x[rows_R], cache.layers)
+        # The encoder's keys and values are the same for all beams of a source, and stay.
+        for block in cache.values():
+            block["attn"] = jax.tree.map(lambda x: x[rows_R], block["attn"])
         token_R = (at_BW % V).reshape(-1)
         is_full = tokens >= X  # then a target is taken as it is
         beams = beams.replace(
@@ -152,7 +160,7 @@ def _search(model, params, cache, source_BS, segments_BS, W: int, start, end, al
             ),
             last_R=token_R,
             count=tokens,
-            cache=cache.replace(layers=layers),
+            cache=cache,
             logprob_BW=logprob_BW,
         )
         is_real_BW = is_full & (logprob_BW > NEVER / 2)

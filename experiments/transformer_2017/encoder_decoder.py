@@ -6,10 +6,8 @@ strings here: the command line reads them later, when this module is no longer i
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -18,11 +16,11 @@ from jaxgpt.config.validate import Count
 from jaxgpt.errors import UserError
 from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.block import Block, Compute, remat
+from jaxgpt.layers.kernels.cached import LayerCache, is_decoding
 from jaxgpt.layers.kernels.plain import Scores, plain_attention
 from jaxgpt.layers.norm import RMSNorm
 from jaxgpt.layers.position import positions_from_segments
 from jaxgpt.model import GPT, GPTConfig
-from jaxgpt.sample.cache import KVCache, LayerCache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +36,7 @@ class EncoderConfig(GPTConfig):
 class EncoderDecoderConfig(GPTConfig):
     """The architecture of the decoder, whose blocks also attend to the encoder's states, and of its encoder."""
 
+    has_cache = True
     n_encoder_layer: Count = 6  # blocks of the encoder, which differ from the decoder's in reading both ways
 
     def __post_init__(self) -> None:
@@ -90,15 +89,25 @@ class CrossAttention(Attention):
     def __call__(  # type: ignore[bad-override]
         self,
         x_BTD: jax.Array,
-        states_BSD: jax.Array,
+        states_BSD: jax.Array | None,
         *,
         segments_BT: jax.Array,
-        source_segments_BS: jax.Array,
+        source_segments_BS: jax.Array | None,
         train: bool = False,
     ) -> jax.Array:
-        """Attend to the encoder's states, and project the merged heads to x_BTD."""
+        """Attend to the encoder's states, and project the merged heads to x_BTD. None: to those in the cache."""
         q_BTNH = self.split_heads(self.q(x_BTD), self.q_norm)
+        if states_BSD is None or source_segments_BS is None:
+            # As if all tokens were at the source's last position.
+            last_BT = jnp.broadcast_to(self.get_variable("cache", "last_B")[:, None], x_BTD.shape[:2])
+            out_BTNH = self.get_variable("cache", "source").attend(q_BTNH, last_BT, self.scores)
+            return self.merge_heads(out_BTNH)
         k_BSKH, v_BSKH = self.project_keys_values(states_BSD)
+        if is_decoding(self):  # the first call, with the source: 1 for its tokens, then 0 for padding
+            S = states_BSD.shape[1]
+            source = LayerCache(k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2), context=S, block=S)
+            self.put_variable("cache", "source", source)
+            self.put_variable("cache", "last_B", source_segments_BS.sum(axis=1) - 1)
         out_BTNH = self.attend_to_source(q_BTNH, k_BSKH, v_BSKH, segments_BT, source_segments_BS, train)
         return self.merge_heads(out_BTNH, train)
 
@@ -225,14 +234,16 @@ class EncoderDecoder(GPT):
             source_BS = jnp.zeros((tokens_BT.shape[0], 1), jnp.int32)
         if segments_BT is None:
             segments_BT = jnp.ones(tokens_BT.shape, jnp.int32)
-        states_BSD, source_segments_BS = self.read_source(source_BS, source_segments_BS, train)
+        states_BSD = None
+        if source_BS is not None or not is_decoding(self):  # else they are in the cache
+            states_BSD, source_segments_BS = self.read_source(source_BS, source_segments_BS, train)
 
         def run_block(block: nn.Module, x_BTD: jax.Array) -> jax.Array:
             documents: Any = {"segments_BT": segments_BT, "source_segments_BS": source_segments_BS}
             return block(x_BTD, positions_BT, states_BSD, train=train, **documents)
 
         x_BTD = self.embed(tokens_BT, positions_BT, train)
-        run = remat(run_block, self.config.remat, is_scanned=self.config.scan_layers)
+        run = self.wrap_block(run_block)
         for block in self.h:
             x_BTD = run(block, x_BTD)
         return self.norm_output(x_BTD)
@@ -240,7 +251,7 @@ class EncoderDecoder(GPT):
     def read_source(
         self, source_BS: jax.Array | None, segments_BS: jax.Array | None, train: bool
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the encoder's states of a source, and the document of each token. Decoding has both in its cache."""
+        """Return the encoder's states of a source, and the document of each token."""
         if source_BS is None:
             raise UserError("an encoder-decoder needs source_BS, tokens to read")
         if segments_BS is None:
@@ -260,44 +271,3 @@ class EncoderDecoder(GPT):
         for block in self.encoder:
             x_BSD = run(block, x_BSD)
         return x_BSD if self.config.norm_position == "post" else self.encoder_ln_f(x_BSD)
-
-    def init_cross_cache(self, cache: KVCache, source_BS: jax.Array, segments_BS: jax.Array) -> "CrossCache":
-        """Encode a source. Return the cache with each layer's keys and values of it.
-
-        segments_BS: 1 for the source's tokens, then 0 for padding.
-        """
-        states_BSD = self.encode(source_BS, segments_BS)
-        layers = (layer.cross.project_keys_values(states_BSD) for layer in self.h)
-        encoder_kv = tuple(LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2)) for k, v in layers)
-        return CrossCache(cache.layers, cache.block, encoder_kv=encoder_kv, source_length_B=segments_BS.sum(axis=1))
-
-
-class CrossCache(KVCache):
-    """A KV cache that also has each layer's keys and values of the encoder's states."""
-
-    encoder_kv: tuple[LayerCache, ...] = flax.struct.field(kw_only=True)
-    source_length_B: jax.Array = flax.struct.field(kw_only=True)  # tokens; padding follows them
-
-    def decode(
-        self, model: GPT, params: dict, tokens_BT: jax.Array, positions_BT: jax.Array, valid_BT: jax.Array | None = None
-    ) -> tuple[jax.Array, KVCache]:
-        """Return the decoder's states of the next tokens, which read this source. Arguments: see `KVCache.decode`."""
-        S, number = self.encoder_kv[0].columns, 0
-        # As if all tokens were at the source's last position.
-        last_BT = jnp.broadcast_to(self.source_length_B[:, None] - 1, positions_BT.shape)
-
-        def read_cache(call: Callable, args: tuple[Any, ...], kwargs: dict, context: Any) -> Any:
-            nonlocal number
-            module, method = context.module, context.method_name
-            if isinstance(module, EncoderDecoder) and method == "read_source":
-                return None, None
-            if isinstance(module, CrossAttention) and method == "project_keys_values":
-                return None, None
-            if isinstance(module, CrossAttention) and method == "attend_to_source":
-                encoder_kv, number = self.encoder_kv[number], number + 1
-                how = {"scale": module.scale, "softcap": module.softcap}
-                return encoder_kv.attend(args[0], last_BT, window=S, block=S, **how)
-            return call(*args, **kwargs)
-
-        with nn.intercept_methods(read_cache):
-            return super().decode(model, params, tokens_BT, positions_BT, valid_BT)

@@ -23,11 +23,9 @@ import dataclasses
 from typing import Literal
 
 import base
-import cached
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.typing import DTypeLike
 
 import jaxgpt
 from jaxgpt import GPTConfig, UserError
@@ -67,30 +65,13 @@ class ALiBi(Attention):
         assert self.scale
         return extend_queries(q_BTNH, self.scale), extend_keys(k_BTKH, positions_BT), v_BTKH
 
-    @nn.nowrap
-    def init_cache(self, batch: int, columns: int, dtype: DTypeLike) -> dict[str, jax.Array]:
-        """Return an empty cache. Keys with their positions do not fit in jaxgpt's own."""
-        heads = self.n_kv_head or self.n_head
-        size = self.head_dim or self.n_embd // self.n_head
-        shapes = {"k": (batch, columns, heads, size + 2), "v": (batch, columns, heads, size)}
-        return {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
-
-    def decode(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, cache: dict[str, jax.Array], *, valid_BT: jax.Array
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Attend the next T tokens to the cache: (x_BTD, cache)."""
-        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, positions_BT)
-        cache = {name: cached.write(cache[name], new, positions_BT) for name, new in (("k", k_BTKH), ("v", v_BTKH))}
-        assert self.scale
-        how = {"scale": self.scale, "window": self.window}
-        return self.merge_heads(cached.attend(q_BTNH, cache["k"], cache["v"], positions_BT, **how)), cache
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ALiBiConfig(GPTConfig):
     """A GPT that knows positions by ALiBi alone."""
 
     position: Literal["learned", "sinusoidal", "rope", "none"] = "none"  # of the embedding and of rotations: none
+    has_cache = True
 
     def __post_init__(self) -> None:
         """Check the fields."""

@@ -1,11 +1,30 @@
 """Attend to a cache whose column is the position: what the attention pages of this shelf share.
 
 A column after a query's position may hold anything, padding or an older sequence: it is not read before its own token
-is written there. So there is nothing to reset, and `valid_BT` is not needed.
+is written there. So there is nothing to reset, and padding needs no mask.
 """
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
+
+from jaxgpt.layers.kernels.cached import is_decoding
+
+
+def remember(module: nn.Module, positions_BT: jax.Array, *new: jax.Array) -> tuple[jax.Array, ...] | None:
+    """Write T tokens into the cache of a module that decodes, and return it: arrays [B, S, ...] for new [B, T, ...].
+
+    It returns None if the module does not decode, and in the first call, which makes a cache with T columns.
+    """
+    if not is_decoding(module):
+        return None
+    kept = module.get_variable("cache", "columns")
+    if kept is None:
+        module.put_variable("cache", "columns", tuple(map(jnp.zeros_like, new)))
+        return None
+    kept = tuple(write(old, x, positions_BT) for old, x in zip(kept, new, strict=True))
+    module.put_variable("cache", "columns", kept)
+    return kept
 
 
 def write(cache_BS: jax.Array, new_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:

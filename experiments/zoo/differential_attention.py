@@ -24,7 +24,6 @@ import cached
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.typing import DTypeLike
 
 import jaxgpt
 from jaxgpt import GPTConfig, UserError
@@ -92,37 +91,27 @@ class DifferentialAttention(nn.Module):
         segments_BT: jax.Array | None = None,
         train: bool = False,
     ) -> jax.Array:
-        """Attend by the plain kernel, in which both heads of a pair have the same values."""
+        """Attend by the plain kernel, in which both heads of a pair have the same values, or to the cache."""
         c = self.config
-        q_BTNH, k_BTNH, v_BTPX = self.project(
-            x_BTD, jnp.arange(x_BTD.shape[1])[None] if positions_BT is None else positions_BT
-        )
+        positions_BT = jnp.arange(x_BTD.shape[1])[None] if positions_BT is None else positions_BT
+        q_BTNH, k_BTNH, v_BTPX = self.project(x_BTD, positions_BT)
+        if (kept := cached.remember(self, positions_BT, k_BTNH, v_BTPX)) is not None:
+            k_BSNH, v_BSPX = kept
+            how: Any = {"scale": self.scale, "window": c.window(self.layer)}
+            out_BTNX = cached.attend(q_BTNH, k_BSNH, jnp.repeat(v_BSPX, 2, axis=2), positions_BT, **how)
+            return self.subtract(out_BTNX)
         scores = Scores(self.scale, c.window(self.layer), c.attention_softcap, c.dropout)
         key = self.make_rng("dropout") if train and c.dropout else None
         v_BTNX = jnp.repeat(v_BTPX, 2, axis=2)
         out_BTNX = plain_attention(q_BTNH, k_BTNH, v_BTNX, scores, segments_BT=segments_BT, key=key)
         return self.subtract(out_BTNX, train)
 
-    @nn.nowrap
-    def init_cache(self, batch: int, columns: int, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-        """Return empty keys and values, as many numbers as the baseline's."""
-        N, H = self.config.n_head, self.config.explicit().head_dim
-        return jnp.zeros((batch, columns, N, H), dtype), jnp.zeros((batch, columns, N // 2, 2 * H), dtype)
-
-    def decode(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, cache: tuple[jax.Array, jax.Array], *, valid_BT: jax.Array
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Attend the next T tokens to the cache: (x_BTD, cache)."""
-        q_BTNH, *new = self.project(x_BTD, positions_BT)
-        k_BSNH, v_BSPX = (cached.write(old, x, positions_BT) for old, x in zip(cache, new, strict=True))
-        how: Any = {"scale": self.scale, "window": self.config.window(self.layer)}
-        out_BTNX = cached.attend(q_BTNH, k_BSNH, jnp.repeat(v_BSPX, 2, axis=2), positions_BT, **how)
-        return self.subtract(out_BTNX), (k_BSNH, v_BSPX)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DifferentialConfig(GPTConfig):
     """A GPT with differential attention. n_head counts patterns: an even number, half as many pairs."""
+
+    has_cache = True
 
     def __post_init__(self) -> None:
         """Check the fields."""

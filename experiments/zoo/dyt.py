@@ -65,6 +65,7 @@ class DyTGPT(jaxgpt.GPT):
 class DyTConfig(jaxgpt.GPTConfig):
     """A GPT without norms in its residual stream."""
 
+    has_cache = True
     first_alpha: PositiveFloat = 1.0  # initial slope of each tanh
 
     def __post_init__(self) -> None:

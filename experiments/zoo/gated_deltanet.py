@@ -22,6 +22,7 @@ from flax import linen as nn
 import jaxgpt
 from jaxgpt.config.validate import Count, Size
 from jaxgpt.layers.block import Compute
+from jaxgpt.layers.kernels.cached import is_decoding
 from jaxgpt.layers.linear import Dense
 from jaxgpt.layers.norm import RMSNorm
 
@@ -82,23 +83,18 @@ class GatedDeltaNet(nn.Module):
         self.norm, self.drop = RMSNorm(c.norm_eps), nn.Dropout(c.dropout)
 
     def __call__(self, x_BTD, positions_BT, *, segments_BT=None, train: bool = False):
-        """Mix the tokens of each document. Position 0 begins one, so that segments are not needed."""
-        positions_BT, cache = jnp.broadcast_to(positions_BT, x_BTD.shape[:2]), self.init_cache(len(x_BTD), 0, None)
-        x_BTD, _ = self.decode(x_BTD, positions_BT, cache, valid_BT=jnp.ones(positions_BT.shape, bool))
-        return self.drop(x_BTD, deterministic=not train)
+        """Mix the tokens of each document. Position 0 begins one, so that segments are only needed for padding, 0.
 
-    @nn.nowrap
-    def init_cache(self, batch: int, columns: int, dtype) -> dict:
-        """Return the convolution's last inputs, and S in 32 bits whatever `dtype`, since it sums."""
-        c, N = self.config, self.config.n_value_head
-        shape = batch, c.conv_size - 1, 2 * c.n_key_head * c.key_size + N * c.value_size
-        return {"conv": jnp.zeros(shape, self.dtype), "state": jnp.zeros((batch, N, c.key_size, c.value_size))}
-
-    def decode(self, x_BTD, positions_BT, cache, *, valid_BT):
-        """Return the output of the next T tokens, and the cache after those that are valid."""
-        (B, T), c = x_BTD.shape[:2], self.config
+        The collection "cache" has the last inputs of the convolution, and S in 32 bits, since it sums.
+        """
+        (B, T), c, N = x_BTD.shape[:2], self.config, self.config.n_value_head
+        positions_BT = jnp.broadcast_to(positions_BT, (B, T))
+        valid_BT = jnp.ones((B, T), bool) if segments_BT is None else segments_BT > 0
+        before = jnp.zeros((B, c.conv_size - 1, self.conv.shape[1]), self.dtype)
+        before_BWF = self.get_variable("cache", "conv", before)
+        state_BNHF = self.get_variable("cache", "state", jnp.zeros((B, N, c.key_size, c.value_size)))
         qkv_BTF = jnp.concatenate([self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)], axis=-1)
-        mixed_BTF, inputs_BSF = causal_conv(cache["conv"], qkv_BTF, self.conv, positions_BT)
+        mixed_BTF, inputs_BSF = causal_conv(before_BWF, qkv_BTF, self.conv, positions_BT)
         qk_BTF, v_BTF = jnp.split(nn.silu(mixed_BTF).astype(jnp.float32), [2 * c.n_key_head * c.key_size], axis=-1)
         qk_BTKH = qk_BTF.reshape(B, T, 2 * c.n_key_head, -1)
         qk_BTKH *= jax.lax.rsqrt(jnp.sum(jnp.square(qk_BTKH), axis=-1, keepdims=True) + 1e-6)
@@ -107,18 +103,22 @@ class GatedDeltaNet(nn.Module):
         log_decay_BTN = jnp.where(valid_BT[..., None], -jnp.exp(self.log_rate)[None, None] * step_BTN, 0.0)
         beta_BTN = jnp.where(valid_BT[..., None], nn.sigmoid(self.beta(x_BTD).astype(jnp.float32)), 0.0)
         v_BTNF, is_first_BT = v_BTF.reshape(B, T, c.n_value_head, -1), valid_BT & (positions_BT == 0)
-        inputs = q_BTNH * c.key_size**-0.5, k_BTNH, v_BTNF, log_decay_BTN, beta_BTN, is_first_BT, cache["state"]
+        inputs = q_BTNH * c.key_size**-0.5, k_BTNH, v_BTNF, log_decay_BTN, beta_BTN, is_first_BT, state_BNHF
         out_BTNF, state_BNHF = gated_delta_rule(*inputs, chunk=c.chunk)
         out_BTNF = self.norm(out_BTNF) * nn.silu(self.gate(x_BTD).astype(jnp.float32).reshape(v_BTNF.shape))
         last_BW1 = (valid_BT.sum(axis=1)[:, None] + jnp.arange(c.conv_size - 1)[None])[..., None]
-        cache = {"conv": jnp.take_along_axis(inputs_BSF, last_BW1, axis=1), "state": state_BNHF}
-        return self.c_proj(out_BTNF.reshape(B, T, -1).astype(self.dtype)), cache
+        if is_decoding(self):
+            self.put_variable("cache", "conv", jnp.take_along_axis(inputs_BSF, last_BW1, axis=1))
+            self.put_variable("cache", "state", state_BNHF)
+        x_BTD = self.c_proj(out_BTNF.reshape(B, T, -1).astype(self.dtype))
+        return self.drop(x_BTD, deterministic=not train)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedDeltaNetConfig(jaxgpt.GPTConfig):
     """A GPT whose blocks have a recurrent state, except for every n-th, which attends."""
 
+    has_cache = True
     attend_every: Count | None = None  # every n-th layer attends; None: no layer does
     n_key_head: Count = 2  # heads of queries and keys in a recurrent layer
     n_value_head: Count = 2  # heads of values in a recurrent layer, a multiple of n_key_head

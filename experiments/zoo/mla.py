@@ -23,7 +23,6 @@ import cached
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.typing import DTypeLike
 
 import jaxgpt
 from jaxgpt import GPTConfig, UserError
@@ -81,9 +80,11 @@ class MLA(nn.Module):
         segments_BT: jax.Array | None = None,
         train: bool = False,
     ) -> jax.Array:
-        """Make keys and values of all tokens, and attend by the plain kernel."""
+        """Make keys and values of all tokens, and attend by the plain kernel; or attend to the latents in the cache."""
         positions_BT = jnp.arange(x_BTD.shape[1])[None] if positions_BT is None else positions_BT
         (q_BTNH, q_BTNR), (c_BTC, k_BTR) = self.queries(x_BTD, positions_BT), self.latents(x_BTD, positions_BT)
+        if (kept := cached.remember(self, positions_BT, c_BTC, k_BTR)) is not None:
+            return self.merge(self.attend_to_latents(q_BTNH, q_BTNR, *kept, positions_BT))
         k_BTNH, v_BTNW = (jnp.einsum("BTC,CNX->BTNX", c_BTC, kernel) for kernel in (self.k_CNH, self.v_CNW))
         k_BTNR = jnp.broadcast_to(k_BTR[:, :, None], q_BTNR.shape)
         q, k = (jnp.concatenate(parts, axis=-1) for parts in ((q_BTNH, q_BTNR), (k_BTNH, k_BTNR)))
@@ -91,30 +92,23 @@ class MLA(nn.Module):
         key = self.make_rng("dropout") if train and self.config.dropout else None
         return self.merge(plain_attention(q, k, v_BTNW, scores, segments_BT=segments_BT, key=key), train)
 
-    @nn.nowrap
-    def init_cache(self, batch: int, columns: int, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-        """Return empty latents and rotated keys: C + R numbers per token."""
-        return tuple(jnp.zeros((batch, columns, n), dtype) for n in (self.config.kv_rank, self.config.rope_dim))
-
-    def decode(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, cache: tuple[jax.Array, jax.Array], *, valid_BT: jax.Array
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Attend the next T tokens to the latents in the cache: (x_BTD, cache)."""
-        (q_BTNH, q_BTNR), new = self.queries(x_BTD, positions_BT), self.latents(x_BTD, positions_BT)
-        cache = tuple(cached.write(old, x, positions_BT) for old, x in zip(cache, new, strict=True))
-        c_BSC, k_BSR = (x.astype(x_BTD.dtype) for x in cache)
+    def attend_to_latents(
+        self, q_BTNH: jax.Array, q_BTNR: jax.Array, c_BSC: jax.Array, k_BSR: jax.Array, positions_BT: jax.Array
+    ) -> jax.Array:
+        """Attend the next T tokens to the latents in the cache, out_BTNW."""
         product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
         q_BTNC = jnp.einsum("BTNH,CNH->BTNC", q_BTNH, self.k_CNH)  # W_k absorbed into the query
         scores_BNTS = product("BTNC,BSC->BNTS", q_BTNC, c_BSC) + product("BTNR,BSR->BNTS", q_BTNR, k_BSR)
-        weights_BNTS = cached.causal_softmax(scores_BNTS * self.scale, positions_BT).astype(x_BTD.dtype)
+        weights_BNTS = cached.causal_softmax(scores_BNTS * self.scale, positions_BT).astype(c_BSC.dtype)
         out_BTNC = jnp.einsum("BNTS,BSC->BTNC", weights_BNTS, c_BSC)
-        return self.merge(jnp.einsum("BTNC,CNW->BTNW", out_BTNC, self.v_CNW)), cache
+        return jnp.einsum("BTNC,CNW->BTNW", out_BTNC, self.v_CNW)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLAConfig(GPTConfig):
     """A GPT with latent attention. head_dim is the size of a head's part without a position."""
 
+    has_cache = True
     kv_rank: Size = 16  # numbers in the latent of keys and values
     q_rank: Size | None = None  # numbers in the latent of queries; None: none, queries are made from the stream
     rope_dim: Size = 8  # rotated numbers of a head's query and key, with one key for all heads: even

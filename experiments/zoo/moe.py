@@ -115,6 +115,7 @@ class MoE(nn.Module):
 class MoEConfig(GPTConfig):
     """A GPT whose MLPs are mixtures of experts. mlp_dim is the hidden width that each token uses."""
 
+    has_cache = True
     n_expert: Count = 8  # experts per layer
     top_k: Count = 2  # experts for each token
     expert_dim: Size | None = None  # hidden width of an expert; None: mlp_dim / top_k

@@ -21,13 +21,11 @@ from collections.abc import Callable
 import base
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 
 import jaxgpt
 from jaxgpt.batch import Batch
 from jaxgpt.config.validate import Count, NonNegativeFloat
 from jaxgpt.errors import UserError
-from jaxgpt.layers import Attention
 from jaxgpt.layers.block import Compute
 from jaxgpt.loss import SOWN, add_sown, next_token_loss
 
@@ -41,13 +39,6 @@ def later_targets(batch: Batch, ahead: int) -> tuple[jax.Array, jax.Array]:
     if batch.segments_BT is not None:
         mask_BT &= jnp.roll(batch.segments_BT, -ahead, axis=1) == batch.segments_BT
     return jnp.roll(batch.targets_BT, -ahead, axis=1), mask_BT
-
-
-class HeadAttention(Attention):
-    """The attention of an extra head. With an `attend` of its own it has no place in the cache of keys and values."""
-
-    def attend(self, *args, **kwargs):
-        return super().attend(*args, **kwargs)
 
 
 class FutureGPT(jaxgpt.GPT):
@@ -71,14 +62,8 @@ class FutureGPT(jaxgpt.GPT):
 class FutureConfig(jaxgpt.GPTConfig):
     """A GPT with extra heads in training."""
 
+    has_cache = True
     n_future: Count = 1  # extra heads: tokens after the next that are predicted
-
-    def make_attention(self, layer: int, compute: Compute) -> nn.Module:
-        attention = super().make_attention(layer, compute)
-        if layer < self.n_layer:
-            return attention
-        names = {field.name for field in dataclasses.fields(attention)} - {"parent", "name"}
-        return HeadAttention(**{name: getattr(attention, name) for name in names})
 
     def make_model(self, compute: Compute | None = None) -> FutureGPT:
         return FutureGPT(self, *(compute or Compute()))

@@ -41,7 +41,9 @@ class GatedAttention(Attention):
 
     def __call__(self, x_BTD, positions_BT=None, *, segments_BT=None, train: bool = False):
         """Attend, gate, and project the merged heads."""
-        out_BTNH = self.attend(*self.project(x_BTD, positions_BT), segments_BT=segments_BT, train=train)
+        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, positions_BT)
+        documents = {"positions_BT": positions_BT, "segments_BT": segments_BT}
+        out_BTNH = self.attend(q_BTNH, k_BTKH, v_BTKH, **documents, train=train)
         return self.merge_heads(out_BTNH * jax.nn.sigmoid(self.gate(x_BTD)).reshape(out_BTNH.shape), train)
 
 

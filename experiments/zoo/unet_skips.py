@@ -52,6 +52,7 @@ class UNetGPT(jaxgpt.GPT):
 class UNetConfig(jaxgpt.GPTConfig):
     """A GPT with U-net skips."""
 
+    has_cache = True
     first_skip: NonNegativeFloat = 1.0  # initial weight of each skip connection
 
     def __post_init__(self) -> None:

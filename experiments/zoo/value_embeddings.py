@@ -48,7 +48,9 @@ class ValueAttention(Attention):
         """Attend. values_BTF: the embedding of each token, for all key/value heads side by side."""
         q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, positions_BT)
         v_BTKH = add_gated(v_BTKH, self.split_heads(values_BTF), self.gate(x_BTD[..., : self.gate_width]))
-        return self.merge_heads(self.attend(q_BTNH, k_BTKH, v_BTKH, segments_BT=segments_BT, train=train), train)
+        documents = {"positions_BT": positions_BT, "segments_BT": segments_BT}
+        out_BTNH = self.attend(q_BTNH, k_BTKH, v_BTKH, **documents, train=train)
+        return self.merge_heads(out_BTNH, train)
 
 
 class ValueBlock(Block):
@@ -84,6 +86,7 @@ class ValueGPT(jaxgpt.GPT):
 class ValueConfig(jaxgpt.GPTConfig):
     """A GPT with value embeddings."""
 
+    has_cache = True
     table_every: Count = 2  # every n-th layer has a table of tokens for its values, counted from the last layer
     gate_width: Size = 32  # elements that the gate reads, from the first on; at most all
 

@@ -24,7 +24,6 @@ from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.block import Block
 from jaxgpt.layers.mlp import MLP
 from jaxgpt.model import GPT, GPTConfig
-from jaxgpt.sample.cache import attends_as_ours
 from jaxgpt.sample.quantize import multiply_by_decode_matrix, unstack_layers
 from jaxgpt.train import Params
 
@@ -237,6 +236,10 @@ class EditedGPT(GPT):
         with nn.intercept_methods(multiply_by_decode_matrix):
             return super().unembed(x_BTD)
 
+    def wrap_block(self, run_block: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """Return the function as it is, since each block has edits of its own."""
+        return run_block
+
     def predict(self, x_BTD: jax.Array) -> jax.Array:
         """Return logits_BTV of a residual stream, the last block's or another: the logit lens."""
         return self.unembed(self.norm_output(x_BTD))
@@ -274,6 +277,7 @@ class EditedGPT(GPT):
             is_known = isinstance(module, Attention) and attends_as_ours(module, self)
             if is_known and method == "attend" and f"{layer}pattern" in wanted:
                 q_BTNH, k_BSKH, v_BSKH = args
+                kwargs.pop("positions_BT", None)
                 weights_BTNS = touch(f"{layer}pattern", module.weights(q_BTNH, k_BSKH, **kwargs))
                 v_BSNH = jnp.repeat(v_BSKH, q_BTNH.shape[2] // v_BSKH.shape[2], axis=2)
                 return jnp.einsum("btns,bsnh->btnh", weights_BTNS.astype(v_BSNH.dtype), v_BSNH)
@@ -292,6 +296,11 @@ class EditedGPT(GPT):
             return out
 
         return intercept
+
+
+def attends_as_ours(module: Attention, model: GPT) -> bool:
+    """Return whether `attend` is jaxgpt's, by the model's kernel: not a subclass's, and not by a kernel of its own."""
+    return type(module).attend is Attention.attend and module.attention_fn == model.attention_fn
 
 
 class Forward(NamedTuple):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
+from jaxgpt.layers.kernels.cached import LayerCache, is_decoding
 from jaxgpt.layers.kernels.plain import (
     AttentionFn,
     Scores,
@@ -26,7 +27,9 @@ class Attention(nn.Module):
     """Self-attention, x_BTD -> x_BTD, with n_head heads of size H = head_dim.
 
     Query head n uses key/value head n // G. `project`, `attend` and `merge_heads` are methods of their own, so that
-    `nn.intercept_methods` can replace one: decoding attends to a cache, interventions edit what passes between them.
+    `nn.intercept_methods` can edit what passes between them. To decode, pass linen's collection "cache" and make it
+    mutable: `attend` then keeps keys and values there. Without one in it, the first call makes a cache with a column for
+    each of its tokens, and writes nothing.
 
     >>> attention = Attention(n_embd=8, n_head=4, n_kv_head=2)
     >>> params = attention.init(jax.random.key(0), jnp.ones((1, 4, 8)))
@@ -79,8 +82,8 @@ class Attention(nn.Module):
             train: apply dropout, with `rngs={"dropout": key}`.
         """
         q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, positions_BT)
-        out_BTNH = self.attend(q_BTNH, k_BTKH, v_BTKH, segments_BT=segments_BT, train=train)
-        return self.merge_heads(out_BTNH, train)
+        documents = {"positions_BT": positions_BT, "segments_BT": segments_BT}
+        return self.merge_heads(self.attend(q_BTNH, k_BTKH, v_BTKH, **documents, train=train), train)
 
     @property
     def scores(self) -> Scores:
@@ -114,13 +117,29 @@ class Attention(nn.Module):
         k_BSKH: jax.Array,
         v_BSKH: jax.Array,
         *,
+        positions_BT: jax.Array | None = None,
         segments_BT: jax.Array | None = None,
         train: bool = False,
     ) -> jax.Array:
-        """Return the weighted values, out_BTNH."""
+        """Return the weighted values, out_BTNH: of the cache with these tokens in it, if there is one."""
+        if self.causal and is_decoding(self):
+            if self.has_variable("cache", "columns"):
+                return self.attend_to_cache(q_BTNH, k_BSKH, v_BSKH, positions_BT)
+            self.put_variable("cache", "columns", LayerCache.empty(k_BSKH, v_BSKH))
         kernel = self.attention_fn if self.causal else functools.partial(plain_attention, causal=False)
         key = self.make_rng("dropout") if train and self.dropout else None
         return kernel(q_BTNH, k_BSKH, v_BSKH, self.scores, segments_BT=segments_BT, key=key)
+
+    def attend_to_cache(
+        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array | None
+    ) -> jax.Array:
+        """Write T tokens into the cache, and return the weighted values of it, out_BTNH."""
+        assert positions_BT is not None, "columns are found by positions"
+        cache = self.get_variable("cache", "columns").write(k_BTKH, v_BTKH, positions_BT)
+        # Without a barrier XLA on CPU writes each cache three times, once for each reader, into copies.
+        cache = jax.lax.optimization_barrier(cache)
+        self.put_variable("cache", "columns", cache)
+        return cache.attend(q_BTNH, positions_BT, self.scores)
 
     def weights(
         self, q_BTNH: jax.Array, k_BSKH: jax.Array, *, segments_BT: jax.Array | None = None, train: bool = False

@@ -34,6 +34,12 @@ PLACED = re.compile(r"[^ ]+:\d+: ")  # a message that begins with file and line
 DIFFERS = 1e-4  # relative to the largest value: far more than rounding
 
 
+def jit_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function that is called once: on CPU without optimisations, which would take longer than they save."""
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return jax.jit(function, compiler_options=options)
+
+
 @contextlib.contextmanager
 def blame_own_classes(config: Any, method: Any = None, failed: Sequence[nn.Module] = ()) -> Iterator[None]:
     """Turn an exception into a `UserError` with the user's file and line, if a configuration has classes of a user's own.

@@ -1,6 +1,6 @@
 """Continuous batching: requests enter and leave the slots of one decoding state at any time.
 
-The settings of a request are arrays among the inputs, so nothing is compiled for it. The programs are in `sample.state`,
+The settings of a request are arrays among the inputs, so nothing is compiled for it. The programs are in `sample.programs`,
 and no row of a batch depends on another: with a fixed number of rows each gives the same bits whatever else runs. The
 engine has no threads of its own. One thread calls it. `generate` and `stream` continue a batch of prompts with an
 engine of their own.
@@ -22,14 +22,12 @@ from jaxgpt.config.validate import check_count, short_repr
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
-from jaxgpt.sample import BUCKET, Decoding, Precision, Sampling
-from jaxgpt.sample import state as programs
-from jaxgpt.sample.cache import KVCache, can_cache
+from jaxgpt.sample import BUCKET, Decoding, Precision, Sampling, programs
 from jaxgpt.sample.filters import SamplingRows
 from jaxgpt.sample.grammar import Constraint, Grammar
+from jaxgpt.sample.programs import cache_columns, check_ids, check_prompt, chunk_size, next_bucket
 from jaxgpt.sample.quantize import check_model_type, lay_out_once
 from jaxgpt.sample.score import score
-from jaxgpt.sample.state import cache_columns, check_ids, check_prompt, chunk_size, next_bucket
 
 BURST = 64  # most tokens that one call of `decode` draws in each slot
 MAX_STOPS = 8  # stop tokens of a request
@@ -111,14 +109,13 @@ class Engine:
         # Numbers of rows of the decoding state, and the slot that each row is for.
         self._sizes = [*(2**n for n in range(resizes * (slots - 1).bit_length())), slots]
         self._rows: list[_Slot | None] = [None] * self._sizes[0]
-        like, cached = jax.tree.leaves(params)[0], can_cache(model, params)
         # The prompt that is being read.
-        self._scratch: KVCache = programs.allocate_cache(like, model, 1, columns, cache_dtype, cached)
+        self._scratch = programs.allocate_cache(model, params, 1, columns, cache_dtype)
         self._state = programs.DecodeState(
-            programs.allocate_cache(like, model, self._sizes[0], columns, cache_dtype, cached),
-            programs.allocate_rows(like, self._sizes[0], max_stops, self.vocab_size),
+            programs.allocate_cache(model, params, self._sizes[0], columns, cache_dtype),
+            programs.allocate_rows(jax.tree.leaves(params)[0], self._sizes[0], max_stops, self.vocab_size),
         )
-        self._prefixes = programs.PrefixStore(prefix_bytes if self._scratch.is_columns else 0)
+        self._prefixes = programs.PrefixStore(prefix_bytes if programs.is_columns(self._scratch) else 0)
         self._slots: list[_Slot | None] = [None] * slots
         self._allow_all = np.full((slots, self.vocab_size // 32 + 1), 2**32 - 1, np.uint32)
         self._cached = [0] * slots  # tokens of each prompt with keys and values that were not computed again

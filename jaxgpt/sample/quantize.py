@@ -134,21 +134,23 @@ def _lay_out(path: tuple[str, ...], value: Any, dtype: str, own: frozenset[tuple
     if is_own and path[-1:] == ("attn",) and "kernel" in value["q"]:
         new[QKV] = _join([value.pop(part) for part in "qkv"], dtype)
     elif is_own and path == ("wte",) and "embedding" in value:
-        new[DECODE_MATRIX] = _quantize([value.pop("embedding")], dtype)
+        quantize = jax.jit(DecodeMatrix.quantize, static_argnums=1)
+        new[DECODE_MATRIX] = quantize(value.pop("embedding"), dtype)
     # The last ones are the largest: what is converted later fits into the memory that they leave.
     return new | {k: _lay_out((*path, k), value.pop(k), dtype, own) for k in list(value)[::-1]}
 
 
 def _join(layers: list[dict], dtype: str) -> dict:
     """Return the parameters of one dense layer in place of several with the same inputs, and take their kernels."""
-    kernels_FD = [layer.pop("kernel").T for layer in layers]
+    kernels_DF = [layer.pop("kernel") for layer in layers]
     rest = {name: jnp.concatenate([layer[name] for layer in layers]) for name in layers[0]}
-    return rest | {DECODE_MATRIX: _quantize(kernels_FD, dtype)}
+    return rest | {DECODE_MATRIX: _quantize(kernels_DF, dtype)}
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _quantize(parts_FD: list[jax.Array], dtype: str) -> DecodeMatrix:
-    return DecodeMatrix.quantize(jnp.concatenate(parts_FD), dtype)  # compiled for a shape, not for each layer
+def _quantize(parts_DF: list[jax.Array], dtype: str) -> DecodeMatrix:
+    matrix_FD = jnp.concatenate([part_DF.T for part_DF in parts_DF])
+    return DecodeMatrix.quantize(matrix_FD, dtype)  # compiled for a shape, not for each layer
 
 
 def multiply_by_decode_matrix(call: Callable, args: tuple[Any, ...], kwargs: dict, context: Any) -> Any:
@@ -177,6 +179,15 @@ def with_decode_matrices(function: F) -> F:
 def apply_model(model: GPT, params: dict, *args: Any, **kwargs: Any) -> Any:
     """Return `model.apply` of parameters as they were trained, or as `for_decoding` made them."""
     return model.apply({"params": params}, *args, **kwargs)
+
+
+@with_decode_matrices
+def decode_module(
+    module: nn.Module, params: dict, cache: dict[str, Any], *args: Any, **kwargs: Any
+) -> tuple[jax.Array, Any]:
+    """Return (`module.apply`, its collection "cache" after the call). An empty one is made: see `Attention`."""
+    x_BTD, found = module.apply({"params": params, "cache": cache}, *args, **kwargs, mutable=["cache"])
+    return x_BTD, found["cache"]
 
 
 def _project(params: Any, x_BTD: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -17,8 +17,8 @@ from jaxgpt.data.pipeline import find_window_starts
 from jaxgpt.data.tokenizer import Tokenizer, find_start_token
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
+from jaxgpt.sample.programs import check_ids, known_ids, next_bucket
 from jaxgpt.sample.quantize import apply_model, check_model_type
-from jaxgpt.sample.state import check_ids, known_ids, next_bucket
 
 WINDOWS_AT_ONCE = 8  # windows per batch
 LOGITS_AT_ONCE = 256  # positions with logits in memory at once: 50 MB for a vocabulary of 50,000

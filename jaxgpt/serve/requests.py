@@ -21,7 +21,7 @@ from jaxgpt.files import parse_json
 from jaxgpt.run import Run
 from jaxgpt.sample import Sampling
 from jaxgpt.sample.grammar import JSON, Grammar, check_integers, compile_grammar
-from jaxgpt.sample.state import MAX_TOP, check_ids
+from jaxgpt.sample.programs import MAX_TOP, check_ids
 
 # These parameters change nothing here, and clients send them unasked.
 IGNORED = ("user", "store", "metadata", "service_tier", "reasoning_effort", "verbosity")

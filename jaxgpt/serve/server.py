@@ -32,6 +32,7 @@ from jaxgpt.files import render_json
 from jaxgpt.run import Run
 from jaxgpt.sample import Sampling
 from jaxgpt.sample.engine import Engine
+from jaxgpt.sample.programs import MAX_TOP
 from jaxgpt.sample.score import PromptScores, prompt_widths, score_prompt
 from jaxgpt.sample.state import MAX_TOP
 from jaxgpt.serve import ServeOptions

@@ -18,6 +18,7 @@ from jaxgpt.config.validate import Count, PositiveFloat
 from jaxgpt.data.pipeline import Dataset, Split
 from jaxgpt.data.tokenizer import ByteTokenizer, fingerprint
 from jaxgpt.layers.attention import Attention
+from jaxgpt.layers.kernels.cached import is_decoding
 from jaxgpt.layers.linear import Dense
 
 # A layer: a soft mixture of experts, whose matrices have three axes, with a balance loss.
@@ -58,13 +59,9 @@ class Average(nn.Module):
 
     def __call__(self, x_BTD, positions_BT=None, *, segments_BT=None, train=False):
         B, T, _ = x_BTD.shape
-        positions_BT, valid_BT = jnp.broadcast_to(jnp.arange(T), (B, T)), jnp.ones((B, T), bool)
-        return self.decode(x_BTD, positions_BT, self.init_cache(B, T, x_BTD.dtype), valid_BT=valid_BT)[0]
+        positions_BT = jnp.broadcast_to(jnp.arange(T) if positions_BT is None else positions_BT, (B, T))
+        valid_BT = jnp.ones((B, T), bool) if segments_BT is None else segments_BT > 0
 
-    def init_cache(self, batch, columns, dtype):
-        return jnp.zeros((batch, self.width), jnp.float32)
-
-    def decode(self, x_BTD, positions_BT, cache, *, valid_BT):
         def step(state_BD, token):
             x_BD, position_B, valid_B = token
             state_BD = jnp.where((position_B == 0)[:, None], 0.0, state_BD)
@@ -72,12 +69,17 @@ class Average(nn.Module):
             return state_BD, state_BD
 
         tokens = self.read(x_BTD).swapaxes(0, 1), positions_BT.T, valid_BT.T
-        cache, states_TBD = jax.lax.scan(step, cache, tokens)
-        return self.write(states_TBD.swapaxes(0, 1)), cache
+        before_BD = self.get_variable("cache", "state", jnp.zeros((B, self.width)))
+        state_BD, states_TBD = jax.lax.scan(step, before_BD, tokens)
+        if is_decoding(self):
+            self.put_variable("cache", "state", state_BD)
+        return self.write(states_TBD.swapaxes(0, 1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AverageConfig(GPTConfig):
+    has_cache = True
+
     def make_attention(self, layer, compute):
         return Average(self.n_embd)
 
@@ -86,7 +88,7 @@ class AverageConfig(GPTConfig):
 
 
 class Distance(Attention):
-    def attend(self, q_BTNH, k_BSKH, v_BSKH, *, segments_BT=None, train=False):
+    def attend(self, q_BTNH, k_BSKH, v_BSKH, *, positions_BT=None, segments_BT=None, train=False):
         T = q_BTNH.shape[1]
         distance_TS = (jnp.arange(T)[:, None] - jnp.arange(T)[None]).astype(jnp.float32)
         scores = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSKH) * self.scale - distance_TS[None, None]

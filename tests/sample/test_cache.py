@@ -8,34 +8,34 @@ import numpy as np
 import pytest
 
 from jaxgpt.layers import plain_attention
-from jaxgpt.sample.cache import KVCache, LayerCache
+from jaxgpt.layers.kernels.cached import LayerCache
+from jaxgpt.layers.kernels.plain import Scores
 from tests.conftest import SIZES
 from tests.helpers import FLOAT32_REORDERED
 
 K, H = SIZES["K"], SIZES["H"]
 
 
-def empty(batch, columns, **kwargs):
-    return KVCache.empty(batch=batch, columns=columns, n_layer=1, n_kv_head=K, head_dim=H, **kwargs)
+def empty(batch, columns, dtype="float32", block=None):
+    zeros = jnp.zeros((batch, columns, K, H))
+    return LayerCache.empty(zeros, zeros).clear(dtype, context=columns, block=block or columns)
 
 
-def visible(cache, positions, window):
+def visible(S, block, positions, window):
     """Which columns each query attends to, by the weights of one-hot values."""
-    S = cache.layers[0].columns
-    layer = LayerCache(jnp.zeros((1, 1, S, S)), jnp.eye(S)[None, None])
-    q, how = jnp.zeros((1, len(positions), 1, S)), {"window": window, "block": cache.block}
-    out_1T1S = layer.attend(q, jnp.array([positions], jnp.int32), **how)
+    layer = LayerCache(jnp.zeros((1, 1, S, S)), jnp.eye(S)[None, None], context=S, block=block or S)
+    q = jnp.zeros((1, len(positions), 1, S))
+    out_1T1S = layer.attend(q, jnp.array([positions], jnp.int32), Scores(window=window))
     return ["".join("x" if weight > 0 else "." for weight in row) for row in np.asarray(out_1T1S[0, :, 0])]
 
 
 @pytest.mark.parametrize("block", [None, 2])
 def test_what_is_visible_follows_from_the_position(block):
-    cache = empty(1, 6, block=block)
-    assert visible(cache, [0, 1, 2], 6) == ["x.....", "xx....", "xxx..."]
-    assert visible(cache, [3, 4], 3) == [".xxx..", "..xxx."]
-    assert visible(cache, [3, 4], 2) == ["..xx..", "...xx."]
-    assert visible(cache, [7], 4) == ["xx..xx"]  # the columns are a ring
-    assert visible(cache, [7], 6) == ["xxxxxx"]
+    assert visible(6, block, [0, 1, 2], 6) == ["x.....", "xx....", "xxx..."]
+    assert visible(6, block, [3, 4], 3) == [".xxx..", "..xxx."]
+    assert visible(6, block, [3, 4], 2) == ["..xx..", "...xx."]
+    assert visible(6, block, [7], 4) == ["xx..xx"]  # the columns are a ring
+    assert visible(6, block, [7], 6) == ["xxxxxx"]
 
 
 def random_qkv(T):
@@ -45,12 +45,11 @@ def random_qkv(T):
 
 @functools.partial(jax.jit, static_argnames=("dtype", "pieces", "block", "columns"))
 def attend_in_pieces(q, k, v, dtype, pieces, block=None, columns=8):
-    cache, out, at = empty(2, columns, dtype=dtype, block=block), [], 0
+    cache, out, at = empty(2, columns, dtype, block), [], 0
     for T in pieces:
         positions_BT = jnp.broadcast_to(jnp.arange(at, at + T), (2, T))
-        layer = cache.layers[0].write(k[:, at : at + T], v[:, at : at + T], positions_BT)
-        cache = cache.replace(layers=(layer,))
-        out.append(layer.attend(q[:, at : at + T], positions_BT, window=8, block=cache.block))
+        cache = cache.write(k[:, at : at + T], v[:, at : at + T], positions_BT)
+        out.append(cache.attend(q[:, at : at + T], positions_BT, Scores(window=8)))
         at += T
     return jnp.concatenate(out, axis=1)
 

@@ -10,8 +10,8 @@ import pytest
 
 from jaxgpt import interventions
 from jaxgpt.errors import UserError
-from jaxgpt.sample.quantize import apply_model, for_decoding, unstack_layers
-from jaxgpt.sample.state import allocate_cache, cache_columns
+from jaxgpt.sample.programs import allocate_cache, cache_columns, read
+from jaxgpt.sample.quantize import apply_model, for_decoding
 from tests.helpers import TINY, make_model, stack_layers
 
 # float32 sums in another order, through two layers, of logits near 1.
@@ -40,8 +40,7 @@ AFTER = np.array([[5, 6, 7], [1, 1, 8], [3, 4, 5], [9, 9, 2]])  # what each row 
 
 @functools.partial(jax.jit, static_argnums=0)
 def read_logits(model, params, cache, tokens_BT, positions_BT):
-    model, params = unstack_layers(model, params)
-    x_BTD, cache = cache.decode(model, params, tokens_BT, positions_BT)
+    x_BTD, cache = read(model, params, cache, tokens_BT, positions_BT)
     return cache, apply_model(model, params, x_BTD, method="unembed")
 
 
@@ -49,7 +48,7 @@ def cached_logits(model, params, cache_dtype=None):
     """Of each row's tokens and what follows, [tokens, V]: prompts in one padded pass, the rest one by one."""
     T = max(map(len, ROWS))
     prompts = jnp.array([row + [0] * (T - len(row)) for row in ROWS])
-    cache = allocate_cache(jax.tree.leaves(params)[0], model, len(ROWS), cache_columns(model), cache_dtype)
+    cache = allocate_cache(model, params, len(ROWS), cache_columns(model), cache_dtype)
     cache, logits_BTV = read_logits(model, params, cache, prompts, jnp.broadcast_to(jnp.arange(T), prompts.shape))
     found = [list(logits_TV[: len(row)]) for logits_TV, row in zip(np.asarray(logits_BTV), ROWS, strict=True)]
     for t in range(3):

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.errors import UserError
-from jaxgpt.sample import Sampling
-from jaxgpt.sample import state as programs
+from jaxgpt.sample import Sampling, programs
 from jaxgpt.sample.engine import Engine, Request, generate, prompt_keys
 from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.sample.score import score

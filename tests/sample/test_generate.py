@@ -8,10 +8,9 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.sample import Decoding, Sampling
-from jaxgpt.sample.cache import KVCache
 from jaxgpt.sample.engine import generate, stream
+from jaxgpt.sample.programs import allocate_cache, decode, read
 from jaxgpt.sample.quantize import _LAID_OUT, for_decoding, lay_out_once
-from jaxgpt.sample.state import decode
 from tests.helpers import TINY, apply, check_command, make_model
 
 GREEDY = Sampling(greedy=True)
@@ -49,10 +48,9 @@ def restarting(model, params, prompt, new):
 @functools.partial(jax.jit, static_argnums=0)
 def banded_logits(model, params, tokens_BT):
     """Of a text of any length in one pass, each token reading the C before it; nothing is a ring here."""
-    (B, T), c = tokens_BT.shape, model.config.explicit()
-    empty = KVCache.empty(batch=B, columns=T, n_layer=c.n_layer, n_kv_head=c.n_kv_head, head_dim=c.head_dim)
-    positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
-    x_BTD, _ = empty.decode(model, params, tokens_BT, positions_BT)
+    B, T = tokens_BT.shape
+    cache = allocate_cache(model, params, B, T, None)
+    x_BTD, _ = read(model, params, cache, tokens_BT, jnp.broadcast_to(jnp.arange(T), (B, T)))
     return model.apply({"params": params}, x_BTD, method="unembed")
 
 

@@ -12,7 +12,7 @@ import jaxgpt
 from jaxgpt import plain_generate
 from jaxgpt.batch import Batch
 from jaxgpt.loss import make_loss
-from jaxgpt.sample.cache import can_cache
+from jaxgpt.sample.programs import allocate_cache, read
 from tests.helpers import FLOAT32_REORDERED, import_pages, make_model, stack_layers
 
 NAMES = ("alibi", "moe", "mla", "differential_attention", "gated_deltanet", "ngram_embeddings", "qwen3_next", "smear")
@@ -38,7 +38,15 @@ def find_reach(model, params, tokens: int) -> np.ndarray:
 @pytest.mark.parametrize("name", NAMES)
 def test_cached_decoding_is_the_whole_pass_and_a_token_reads_itself_and_all_before_it(name):
     model, params = make_model(small(name))
-    assert can_cache(model, params)
+    assert model.config.has_cache
+    tokens_BT = jax.random.randint(jax.random.key(0), (2, 12), 0, 11)
+    whole_BTD = jax.jit(functools.partial(model.apply, method="hidden_states"))({"params": params}, tokens_BT)
+    cache, parts, step = allocate_cache(model, params, 2, 16, None), [], jax.jit(read, static_argnums=0)
+    for start, end in ((0, 10), (10, 11), (11, 12)):
+        positions_BT = jnp.broadcast_to(jnp.arange(start, end), (2, end - start))
+        x_BTD, cache = step(model, params, cache, tokens_BT[:, start:end], positions_BT)
+        parts.append(x_BTD)
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole_BTD, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(find_reach(model, params, 6), np.tri(6, dtype=bool))
 
 

@@ -63,5 +63,8 @@ def test_output_is_as_defined(q_rank):
 
 
 def test_the_cache_is_small():
-    cache = CONFIG.make_attention(0, Compute()).init_cache(2, 16, jnp.float32)
-    assert sum(x.size for x in cache) == 2 * 16 * (7 + 4)
+    module, x_BTD = CONFIG.make_attention(0, Compute()), jnp.zeros((2, 16, 24))
+    made = jax.eval_shape(
+        lambda key: module.apply(module.init(key, x_BTD), x_BTD, mutable=["cache"]), jax.random.key(0)
+    )
+    assert sum(x.size for x in jax.tree.leaves(made[1])) == 2 * 16 * (7 + 4)

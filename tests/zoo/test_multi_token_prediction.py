@@ -13,7 +13,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.loss import ObjectiveConfig, chunked_next_token_loss
 from jaxgpt.model import GPTConfig
 from jaxgpt.optim import label_parameters
-from jaxgpt.sample.cache import can_cache
+from jaxgpt.sample.programs import allocate_cache
 from tests.helpers import FLOAT32_REORDERED, TINY, import_pages, make_model
 
 (page,) = import_pages("zoo", "multi_token_prediction")
@@ -70,7 +70,7 @@ def test_validation_is_the_plain_loss_and_sampling_is_cached_without_the_heads()
     plain = ObjectiveConfig().make_loss(PLAIN.make_model())(trunk, BATCH, None)
     np.testing.assert_allclose(nats, plain[0], **FLOAT32_REORDERED)
     assert count == plain[1] and not metrics
-    assert can_cache(model, params)
+    assert len(jax.tree.leaves(allocate_cache(model, params, 1, 8, None))) == 2  # keys and values of the one block
 
 
 def test_muon_takes_the_heads_matrices_and_other_models_are_refused():

@@ -24,8 +24,8 @@ from jaxgpt.model import GPT, GPTConfig
 from jaxgpt.parallel.limits import count_parameters
 from jaxgpt.run import Run
 from jaxgpt.runs.resume import reopen_dataset
+from jaxgpt.sample.programs import check_ids
 from jaxgpt.sample.quantize import DECODE_MATRIX
-from jaxgpt.sample.state import check_ids
 from jaxgpt.tools.html_page import Arrays, render_html, round_numbers
 from jaxgpt.train import Params
 

@@ -7,9 +7,9 @@ a cache of one row, in chunks of one size, and chunks that later prompts may sha
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import hashlib
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,15 +17,18 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 
 from jaxgpt.config.validate import LARGEST_SIZE, short
 from jaxgpt.errors import UserError
-from jaxgpt.model import GPT
+from jaxgpt.layers.kernels.cached import LayerCache, put_tokens
+from jaxgpt.model import GPT, GPTConfig
 from jaxgpt.sample import Precision, Sampling
-from jaxgpt.sample.cache import KVCache, make_cache
 from jaxgpt.sample.filters import SamplingRows
-from jaxgpt.sample.quantize import apply_model, unstack_layers
+from jaxgpt.sample.quantize import apply_model, decode_module, unstack_layers
 
+LOG = logging.getLogger(__name__)
+Cache = Any  # linen's collection "cache", or the tokens of a model without one: see `allocate_cache`
 MAX_TOP = 20  # most alternatives with log-probabilities in a request, as in OpenAI's interface
 NO_STOP = -1  # pads stop tokens, and is never drawn
 CHUNK = 64  # tokens of a prompt that are read at a time: on two CPU cores 256 are no faster for each token
@@ -91,18 +94,50 @@ def cache_columns(model: GPT, tokens: int | None = None) -> int:
     return -(-tokens // block) * block
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5), keep_unused=True)
-def allocate_cache(
-    like: jax.Array, model: GPT, batch: int, columns: int, dtype: Precision | None, cached: bool = True
-) -> KVCache:
-    """Return an empty cache for `model.decode`. dtype: None means the model's. cached: see `can_cache`.
+@functools.cache
+def keeps_cache(config: GPTConfig) -> bool:
+    """Return whether decoding keeps what it needs of earlier tokens. If not, say once that it computes them again."""
+    if config.is_foreign and not config.has_cache:
+        why = f"{type(config).__name__}.has_cache is False"
+        LOG.warning("%s: each token computes its context again, since %s", type(config).__name__, why)
+        return False
+    return True
 
-    like: any parameter, so that the cache is committed to a device if it is.
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3, 4), keep_unused=True)
+def allocate_cache(model: GPT, params: dict, batch: int, columns: int, dtype: Precision | None) -> Cache:
+    """Return an empty cache of the next tokens of `batch` sequences, with room for `columns` tokens in each.
+
+    It is linen's collection "cache", with a `LayerCache` for each `Attention` and whatever other modules keep. If the
+    model has none, it is the tokens, [B, 1, S].
+
+    params: any of the model's parameters, so that the cache is committed to a device if they are.
+    dtype: the dtype of keys and values. None means the model's.
     """
+    if not keeps_cache(model.config):
+        return jnp.zeros((batch, 1, columns), jnp.int32)
+    model, params = unstack_layers(model, params)
     # On CPU attention takes the time of what it reads. Elsewhere one pass is faster than a loop.
-    block = cache_columns(model, 1) if jax.default_backend() == "cpu" else None
-    model = model.clone(config=dataclasses.replace(model.config, scan_layers=False))
-    return make_cache(model, batch=batch, columns=columns, dtype=dtype or model.dtype, block=block, cached=cached)
+    block = cache_columns(model, 1) if jax.default_backend() == "cpu" else columns
+    block = columns if columns % block else block
+
+    def make(params: dict) -> Cache:
+        tokens_BS = jnp.zeros((batch, columns), jnp.int32)
+        positions_BS = jnp.broadcast_to(jnp.arange(columns), tokens_BS.shape)
+        return decode_module(model, params, {}, tokens_BS, positions_BT=positions_BS, method="hidden_states")[1]
+
+    def clear(x: Any) -> Any:
+        if not isinstance(x, LayerCache):
+            return jnp.zeros(x.shape, x.dtype)
+        return x.clear(dtype or model.dtype, context=min(model.config.block_size, columns), block=block)
+
+    return jax.tree.map(clear, jax.eval_shape(make, params), is_leaf=lambda x: isinstance(x, LayerCache))
+
+
+def is_columns(cache: Cache) -> bool:
+    """Return whether all of a cache are keys and values, in columns: their order in time can be seen and undone."""
+    leaves = jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, LayerCache))
+    return all(isinstance(x, LayerCache) for x in leaves)
 
 
 class Chunk(NamedTuple):
@@ -130,33 +165,33 @@ class PrefixStore:
         self._capacity = capacity
         self._chunks: collections.OrderedDict[bytes | None, Any] = collections.OrderedDict()
 
-    def restore(self, cache: KVCache, chunk: Chunk) -> KVCache | None:
+    def restore(self, cache: Cache, chunk: Chunk) -> Cache | None:
         """Return the cache of one row with the keys and values of a chunk, or None if they are not here."""
         if chunk.digest not in self._chunks:
             return None
         self._chunks.move_to_end(chunk.digest)
         return _put_columns(cache, self._chunks[chunk.digest], np.int32(chunk.start))
 
-    def keep(self, cache: KVCache, chunk: Chunk) -> None:
+    def keep(self, cache: Cache, chunk: Chunk) -> None:
         """Keep a full chunk that was read into the cache of one row, and drop the oldest to make room."""
         if not self._capacity or chunk.digest is None or chunk.digest in self._chunks:
             return
-        layers = jax.device_get(_take_columns(cache, np.int32(chunk.start), chunk.tokens_1T.size))
-        self._chunks[chunk.digest] = layers
-        size = sum(x.nbytes for x in jax.tree.leaves(layers))  # the same for all, since all are full
+        columns = jax.device_get(_take_columns(cache, np.int32(chunk.start), chunk.tokens_1T.size))
+        self._chunks[chunk.digest] = columns
+        size = sum(x.nbytes for x in jax.tree.leaves(columns))  # the same for all, since all are full
         while len(self._chunks) * size > self._capacity:
             self._chunks.popitem(last=False)
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _take_columns(cache: KVCache, start: jax.Array, size: int) -> Any:
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis=2), cache.layers)
+def _take_columns(cache: Cache, start: jax.Array, size: int) -> Cache:
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis=2), cache)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _put_columns(cache: KVCache, layers: Any, start: jax.Array) -> KVCache:
+def _put_columns(cache: Cache, columns: Cache, start: jax.Array) -> Cache:
     put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=2)
-    return cache.replace(layers=jax.tree.map(put, cache.layers, layers))
+    return jax.tree.map(put, cache, columns)
 
 
 class Rows(flax.struct.PyTreeNode):
@@ -176,7 +211,7 @@ class Rows(flax.struct.PyTreeNode):
 class DecodeState(flax.struct.PyTreeNode):
     """B slots: the caches, and what they are decoding."""
 
-    cache: KVCache
+    cache: Cache
     rows: Rows
 
 
@@ -211,33 +246,79 @@ def allocate_rows(like: jax.Array, slots: int, stops: int, vocab_size: int) -> R
     return Rows(zeros, zeros, zeros, zeros, keys, sampling, stops_BE, zeros - 1, seen_BV)
 
 
+def prefill(model: GPT, params: dict, cache: Cache, tokens_1T: jax.Array, start: jax.Array, length: jax.Array) -> Cache:
+    """Read a chunk of one prompt, from position `start` on, into a cache of one row. Padding follows `length` tokens.
+
+    On CPU equal blocks are one program, called for each: a start of 30 layers then takes 5 s less to compile.
+    """
+    chunk = model, params, cache, tokens_1T, start, length
+    if type(model) is not GPT or model.config.is_foreign or model.config.scan_layers:
+        return _prefill_at_once(*chunk)
+    return _prefill_by_blocks(*chunk) if jax.default_backend() == "cpu" else _prefill_at_once(*chunk)
+
+
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def prefill(
-    model: GPT, params: dict, cache: KVCache, tokens_1T: jax.Array, start: jax.Array, length: jax.Array
-) -> KVCache:
-    """Read a chunk of one prompt, from position `start` on, into a cache of one row. Padding follows `length` tokens."""
-    return read(model, params, cache, tokens_1T, start, length)[1]
+def _prefill_at_once(
+    model: GPT, params: dict, cache: Cache, tokens_1T: jax.Array, start: jax.Array, length: jax.Array
+) -> Cache:
+    return read(model, params, cache, tokens_1T, *_place(tokens_1T, start, length))[1]
+
+
+def _prefill_by_blocks(
+    model: GPT, params: dict, cache: Cache, tokens_1T: jax.Array, start: jax.Array, length: jax.Array
+) -> Cache:
+    x_1TD, positions_1T, segments_1T = _embed(model, params, tokens_1T, start, length)
+    for layer in range(model.config.n_layer):
+        name, block = f"h_{layer}", model.config.make_block(layer, model.compute)
+        arrays = params[name], cache[name], x_1TD, positions_1T, segments_1T
+        x_1TD, cache[name] = _run_block(block, *arrays)
+    return cache
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _embed(model: GPT, params: dict, tokens_1T: jax.Array, start: jax.Array, length: jax.Array) -> tuple[Any, ...]:
+    positions_1T, segments_1T = _place(tokens_1T, start, length)
+    return apply_model(model, params, tokens_1T, positions_1T, method="embed"), positions_1T, segments_1T
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _run_block(block: nn.Module, params: dict, cache: Cache, x_1TD: jax.Array, *place: jax.Array) -> tuple[Any, Cache]:
+    return decode_module(block, params, cache, x_1TD, positions_BT=place[0], segments_BT=place[1])
+
+
+def _place(tokens_1T: jax.Array, start: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the positions and segments of a chunk."""
+    each_1T = jnp.arange(tokens_1T.shape[1])[None]
+    return start + each_1T, jnp.where(each_1T < length, 1, 0)
 
 
 def read(
     model: GPT,
     params: dict,
-    cache: KVCache,
-    tokens_1T: jax.Array,
-    start: jax.Array,
-    length: jax.Array | None = None,
-) -> tuple[Any, KVCache]:
-    """Return (hidden states x_1TD, updated cache) of T tokens of one sequence from position `start` on.
+    cache: Cache,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    segments_BT: jax.Array | None = None,
+) -> tuple[jax.Array, Cache]:
+    """Return (hidden states x_BTD, updated cache) of the next T tokens of each sequence.
 
-    length: tokens that are no padding. None means all.
+    A token attends to itself and the block_size - 1 before it. Positions are consecutive in each row and below
+    block_size, except with rope and none, which have no limit. Stacked layers are unstacked first, since slices of
+    their parameters would be copied for each token.
+
+    segments_BT: 0 for padding behind the tokens, which must not change a module's state, else 1. None means no padding.
     """
     model, params = unstack_layers(model, params)
-    each_1T = jnp.arange(tokens_1T.shape[1])[None]
-    return cache.decode(model, params, tokens_1T, start + each_1T, None if length is None else each_1T < length)
+    if keeps_cache(model.config):
+        how: Any = {"positions_BT": positions_BT, "segments_BT": segments_BT, "method": "hidden_states"}
+        return decode_module(model, params, cache, tokens_BT, **how)
+    cache = put_tokens(cache, tokens_BT[..., None], positions_BT)
+    x_BSD = apply_model(model, params, cache[:, 0, : model.config.block_size], method="hidden_states")
+    return jnp.take_along_axis(x_BSD, positions_BT[..., None], axis=1), cache
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def insert(state: DecodeState, slot: jax.Array, cache: KVCache, row: Rows) -> DecodeState:
+def insert(state: DecodeState, slot: jax.Array, cache: Cache, row: Rows) -> DecodeState:
     """Put one prompt, read up to its last token, and its request into a slot.
 
     cache: a cache of one row. row: each value of the slot, with or without an axis for the row.
@@ -246,7 +327,23 @@ def insert(state: DecodeState, slot: jax.Array, cache: KVCache, row: Rows) -> De
     def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(buffer, new.reshape(1, *buffer.shape[1:]), slot, axis=0)
 
-    return DecodeState(state.cache.insert(cache, slot, row.position_B), jax.tree.map(put, state.rows, row))
+    return DecodeState(_insert_cache(state.cache, cache, slot, row.position_B), jax.tree.map(put, state.rows, row))
+
+
+def _insert_cache(cache: Cache, row: Cache, number: jax.Array, columns: jax.Array) -> Cache:
+    """Return the cache with the first `columns` columns of a cache of one row in row `number`, or a few more."""
+    if not is_columns(cache):  # a state, of all tokens
+        return jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, number, axis=0), cache, row)
+    size = jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, LayerCache))[0].block
+
+    def copy(block: jax.Array, cache: Cache) -> Cache:
+        def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
+            part = jax.lax.dynamic_slice_in_dim(new, block * size, size, axis=2)
+            return jax.lax.dynamic_update_slice(buffer, part, (number, 0, block * size, *(0 for _ in buffer.shape[3:])))
+
+        return jax.tree.map(put, cache, row)
+
+    return jax.lax.fori_loop(0, -(-columns // size), copy, cache)
 
 
 @jax.jit
@@ -296,7 +393,7 @@ def decode(
         rows, active_B = state.rows, is_active(state.rows)
         # A slot without a request reads a token at position 0, which nothing reads.
         positions_B = jnp.where(active_B, rows.position_B, 0)
-        x_B1D, cache = state.cache.decode(model, params, rows.token_B[:, None], positions_B[:, None])
+        x_B1D, cache = read(model, params, state.cache, rows.token_B[:, None], positions_B[:, None])
         logits_BV = apply_model(model, params, x_B1D, method="unembed")[:, 0, :V]
         keys_B = jax.vmap(jax.random.fold_in)(rows.keys_B, rows.drawn_B)
         sampling = rows.sampling.where(active_B)
