@@ -246,7 +246,9 @@ def allocate_rows(like: jax.Array, slots: int, stops: int, vocab_size: int) -> R
     return Rows(zeros, zeros, zeros, zeros, keys, sampling, stops_BE, zeros - 1, seen_BV)
 
 
-def prefill(model: GPT, params: dict, cache: Cache, tokens_1T: jax.Array, start: jax.Array, length: jax.Array) -> Cache:
+def prefill(
+    model: GPT, params: dict, cache: Cache, tokens_1T: np.ndarray, start: np.signedinteger, length: np.signedinteger
+) -> Cache:
     """Read a chunk of one prompt, from position `start` on, into a cache of one row. Padding follows `length` tokens.
 
     On CPU equal blocks are one program, called for each: a start of 30 layers then takes 5 s less to compile.
@@ -265,7 +267,7 @@ def _prefill_at_once(
 
 
 def _prefill_by_blocks(
-    model: GPT, params: dict, cache: Cache, tokens_1T: jax.Array, start: jax.Array, length: jax.Array
+    model: GPT, params: dict, cache: Cache, tokens_1T: np.ndarray, start: np.signedinteger, length: np.signedinteger
 ) -> Cache:
     x_1TD, positions_1T, segments_1T = _embed(model, params, tokens_1T, start, length)
     for layer in range(model.config.n_layer):

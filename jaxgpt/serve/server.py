@@ -34,7 +34,6 @@ from jaxgpt.sample import Sampling
 from jaxgpt.sample.engine import Engine
 from jaxgpt.sample.programs import MAX_TOP
 from jaxgpt.sample.score import PromptScores, prompt_widths, score_prompt
-from jaxgpt.sample.state import MAX_TOP
 from jaxgpt.serve import ServeOptions
 from jaxgpt.serve.app import GRACE, make_app
 from jaxgpt.serve.requests import MAX_STOP_TOKENS, RequestError, Row, Served
