@@ -14,6 +14,7 @@ from jaxgpt.model import GPTConfig
 from jaxgpt.optim import OptimConfig
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.tools.plan.hlo import read_program
+from tests.helpers import script
 
 # One step, as jax 0.10.2 compiles it. jax 0.12.0.1 had much the same.
 # Instructions: as often as the text has them, those inside fusions as well.
@@ -48,7 +49,7 @@ def counts_of(trainer: Trainer) -> dict[str, int]:
     program = read_program(text)
     return {
         "MFLOP of products": round(program.flops / 1e6),
-        "KB read and written": round(program.bytes_accessed / 1e3),
+        "KB read and written": round(script("benchmarks/traffic").read_traffic(text).bytes_accessed / 1e3),
         "KB of temporaries": round(memory.temp_size_in_bytes / 1e3),
         **{f"{op} instructions": len(re.findall(rf" {op}\(", text)) for op in ("fusion", "copy", "transpose")},
         "dot instructions": len(re.findall(r" (?:dot|convolution)\(", text)),

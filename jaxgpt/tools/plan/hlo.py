@@ -1,4 +1,4 @@
-"""Read a compiled program, `compiled.as_text()`: FLOPs, memory traffic and collectives of one run on one device.
+"""Read a compiled program, `compiled.as_text()`: FLOPs and collectives of one run on one device.
 
 XLA's `cost_analysis()` counts the body of a loop once and omits collectives. Here it counts as often as it runs.
 """
@@ -8,33 +8,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-# If they are fused, only the elements that are used count.
 VIEWS = {"bitcast", "reshape", "convert", "copy", "transpose"}
-FREE = {  # no traffic of their own. What they call is counted separately
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "opt-barrier"),
-    *("partition-id", "replica-id", "while", "conditional", "call", "async-start"),
-}
-IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # index of the operand that is written
 # Custom calls that compute nothing.
 BOOKKEEPING = {"AllocateBuffer", "ConcatBitcast", "AsyncCollectiveStart", "AsyncCollectiveDone"}
-# Kernels of libraries and of code generators, by a pattern in the instruction. Loops that XLA generates are not listed.
-KERNELS = {
-    "cuDNN attention forward": r'"__cudnn\$fmha(?!\w*Backward)',
-    "cuDNN attention backward": r'"__cudnn\$fmha\w*Backward"',
-    "cuBLAS product": r'"__cublas\$',
-    "cuDNN fusion": r'"kind": ?"__cudnn\$fusion"',
-    "Triton product": r'"kind": ?"__triton_\w*gemm',
-    "Triton fusion": r'"kind": ?"__triton"',
-    "Pallas": r'custom_call_target="(tpu_custom_call|__gpu\$xla\.gpu\.triton|mosaic_gpu\w*)"',
-}
-
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
@@ -176,83 +158,6 @@ def _constant(x: Instruction) -> int | None:
     return int(value[0]) if x.op == "constant" and (value := re.match(r"-?\d+", x.text)) else None
 
 
-def count_traffic(x: Instruction) -> float:
-    """Return the bytes of main memory that one instruction outside fusions reads and writes."""
-    if x.op in FREE or x.op.endswith(("-done", "-update")) or any(f'"{name}"' in x.text for name in BOOKKEEPING):
-        return 0.0
-    if x.op in ("slice-start", "dynamic-slice-start"):
-        # A TPU prefetches a slice of an array. The first result is the array itself.
-        source, part = x.arrays[:2]
-        return sum(part.bytes for a in (source, part) if not a.on_chip)
-    read = 0.0
-    for i, y in enumerate(x.inputs):
-        arrays = [a for a in y.arrays if not a.on_chip]
-        elements = None
-        if x.kind == "fusion" and len(arrays) == 1:
-            elements = _elements_read(x.called[0].parameter(i))
-        elif i == 0 and arrays:
-            elements = _slice_read(x)
-        whole = sum(a.bytes for a in arrays)
-        read += whole if elements is None else min(whole, arrays[0].bits / 8 * elements)
-    results = x.arrays
-    if x.kind == "fusion":
-        outputs = _bytes_written(x.called[0].root)
-        if x.op == "fusion-start":  # on a GPU, in a loop. Its operands come before its results
-            results = x.arrays[sum(len(y.arrays) for y in x.inputs) :]
-        elif "kind=kCustom" in x.text:  # buffers of an asynchronous collective, passed through
-            for index in re.findall(r"\{(\d*)\}: \(\d+, ", x.attribute(r"output_to_operand_aliasing=\{(.*?)\}, [a-z]")):
-                outputs[int(index or 0)] = 0
-    elif x.op in IN_PLACE:
-        outputs = [sum(a.bytes for a in x.inputs[IN_PLACE[x.op]].arrays)]
-    else:
-        outputs = [a.bytes for a in x.arrays]
-    written = sum(size for size, a in zip(outputs, results, strict=False) if not a.on_chip)
-    if x.op == "custom-call":  # a Pallas kernel may read an operand several times, and states how often
-        return max(read + written, float(x.attribute(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"') or 0))
-    # Every start but an all-reduce's returns its operands with its results.
-    returns_operands = x.op == "send" or (x.op.endswith("-start") and x.kind not in ("all-reduce", "fusion"))
-    return max(written, read) if returns_operands else read + written
-
-
-def _slice_read(x: Instruction) -> int | None:
-    """Return the number of elements of its first operand that an instruction reads. None means all."""
-    if x.op in ("dynamic-slice", "slice", "gather"):
-        return math.prod(x.arrays[0].dims)
-    return 0 if x.op in IN_PLACE else None
-
-
-def _elements_read(x: Instruction) -> int:
-    """Return the number of elements of x, a parameter of a fusion or a view of one, that the fusion reads."""
-    whole = math.prod(x.arrays[0].dims)
-    total = whole if x.is_root else 0
-    for user, i in x.users:
-        if user.op in VIEWS:
-            total += _elements_read(user)
-        elif user.op == "fusion":
-            total += _elements_read(user.called[0].parameter(i))
-        elif user.op == "tuple" or "AsyncCollectiveDone" in user.text:
-            pass  # passed through
-        elif user.op in COLLECTIVES and x.within.root.op == "tuple" and "all-reduce-scatter" not in user.text:
-            pass  # the middle of an asynchronous collective. Its start has read x
-        else:
-            part = _slice_read(user) if i == 0 else None
-            total += whole if part is None else part
-    return total
-
-
-def _bytes_written(x: Instruction) -> list[int]:
-    """Return the bytes that a fusion with root x writes to each array of x. In place, only the update's bytes count."""
-    if x.op == "tuple":
-        return [n for y in x.inputs for n in _bytes_written(y)]
-    if x.op in ("bitcast", "reshape"):
-        return _bytes_written(x.inputs[0])
-    if x.op == "fusion":
-        return _bytes_written(x.called[0].root)
-    if x.op == "parameter":
-        return [0 for _ in x.arrays]
-    return [a.bytes for a in (x.inputs[IN_PLACE[x.op]] if x.op in IN_PLACE else x).arrays]
-
-
 def count_flops(x: Instruction) -> float:
     """Return the FLOPs of a product, a convolution or a call of cuDNN's attention. Others have none that count.
 
@@ -311,31 +216,23 @@ class Program:
 
     collectives: tuple[Collective, ...]
     flops: float  # by matrix products, convolutions and cuDNN's attention: [M, K] times [K, N] has 2 M N K
-    bytes_accessed: float  # read from and written to main memory. A TPU's VMEM does not count
-    launches: list[list[float]]  # [times, FLOPs and bytes of one] of each instruction of the schedule
     custom_flops: float  # by custom calls that state them (Pallas's cost_estimate)
     silent_kernels: int  # calls of Pallas kernels on a TPU that do not state their FLOPs
-    kernels: dict[str, int]  # launches, by the names in `KERNELS`
 
 
 def read_program(text: str) -> Program:
     """Count the cost of one run from `compiled.as_text()`. All branches of a conditional count: an upper bound."""
     devices = math.prod(map(int, re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0])))
-    custom_flops, silent_kernels, launches = 0.0, 0, []
-    kernels: Counter[str] = Counter()
+    flops, custom_flops, silent_kernels = 0.0, 0.0, 0
     collectives: list[Collective] = []
     seen = set()
     for x, times, launched, is_fused in iter_executions(parse_hlo(text)):
-        if not is_fused:
-            launches.append([times, 0.0, count_traffic(x)])
-        launches[-1][1] += count_flops(x)
+        flops += times * count_flops(x)
         target = x.attribute(r'custom_call_target="([^"]*)"')
         if x.op == "custom-call" and target not in BOOKKEEPING:
             stated = x.attribute(r'"cost_estimate":\{"flops":"(\d+)"')
             custom_flops += times * float(stated or 0)
             silent_kernels += times if target == "tpu_custom_call" and not stated else 0
-        if x.kind in ("custom-call", "fusion") and not is_fused:
-            kernels.update({name: times for name, pattern in KERNELS.items() if re.search(pattern, x.text)})
         # An axis of size 1 in the mesh leaves collectives over one device, which send nothing.
         if (found := _read_collective(x, times, devices)) is None or len(found.group) == 1:
             continue
@@ -345,13 +242,7 @@ def read_program(text: str) -> Program:
             collectives.append(found)
             seen |= {part} if is_fused else set()
     return Program(
-        collectives=tuple(collectives),
-        flops=sum(times * flops for times, flops, _ in launches),
-        bytes_accessed=sum(times * accessed for times, _, accessed in launches),
-        launches=launches,
-        custom_flops=custom_flops,
-        silent_kernels=silent_kernels,
-        kernels={name: kernels[name] for name in KERNELS if kernels[name]},
+        collectives=tuple(collectives), flops=flops, custom_flops=custom_flops, silent_kernels=silent_kernels
     )
 
 

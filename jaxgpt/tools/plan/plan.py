@@ -190,16 +190,13 @@ class Plan:
     state_memory: int  # the part of `memory` for parameters and optimiser state
     available: int | None  # bytes
     fits: bool | None
-    kernels: dict[str, int]  # launches per step, of libraries and code generators
     collectives: tuple[CollectiveTotal, ...]
     compute_seconds: float | None  # per step, at peak bfloat16 FLOP/s
-    memory_seconds: float | None  # per step, if each operand and result of a fusion is read or written once
     interconnect_seconds: float | None
     network_seconds: float | None  # per step, between slices
     network_bytes: float  # what each device sends to other slices, per step
-    serial_seconds: float | None  # a GPU's kernels, each of which takes the longer of its compute and its traffic
-    step_seconds: float | None  # the longest of the five that are known, a lower bound: the others may overlap with it
-    bottleneck: str | None  # compute, memory, interconnect, network or kernels
+    step_seconds: float | None  # the longest of the three that are known, a lower bound: the others may overlap with it
+    bottleneck: str | None  # compute, interconnect or network
     tokens_per_second: float | None
     mfu: float | None  # upper bound: the model's FLOPs, masked scores included, over peak
     total_tokens: int  # tokens in the experiment
@@ -231,19 +228,13 @@ def estimate(
     flops_per_token = train_flops_per_token(config, parameters, in_adapters)
     flops = program.flops + program.custom_flops + splash_flops(experiment, trainer, program.silent_kernels)
     collectives = total_collectives(program.collectives, used)
-    seconds: dict[str, float | None] = dict.fromkeys(("compute", "memory", "interconnect", "network", "kernels"))
+    seconds: dict[str, float | None] = dict.fromkeys(("compute", "interconnect", "network"))
     if limits := PEAKS.get(used[0].device_kind):
         seconds |= {
             "compute": flops / limits.flops,
-            "memory": program.bytes_accessed / limits.memory_bandwidth,
             "interconnect": _add([c.seconds for c in collectives if not c.between_slices], sum),
             "network": _add([c.seconds for c in collectives if c.between_slices], sum),
         }
-        if not limits.torus:  # a TPU's memory prefetches for the next kernel
-            seconds["kernels"] = math.fsum(
-                times * max(flops / limits.flops, accessed / limits.memory_bandwidth)
-                for times, flops, accessed in program.launches
-            )
     known = {name: n for name, n in seconds.items() if n is not None}
     step = max(known.values(), default=None)
     rate = tokens / step if step else None
@@ -265,15 +256,12 @@ def estimate(
         state_memory=bytes_per_device(trainer.abstract_state),
         available=available,
         fits=None if available is None else True,
-        kernels=program.kernels,
         collectives=collectives,
         compute_seconds=seconds["compute"],
-        memory_seconds=seconds["memory"],
         interconnect_seconds=seconds["interconnect"],
         network_seconds=seconds["network"],
         # over a switch, at 1 byte/s
         network_bytes=sum(_seconds(c, 1.0, switched=True) for c in program.collectives if c.between_slices),
-        serial_seconds=seconds["kernels"],
         step_seconds=step,
         bottleneck=max(known, key=known.__getitem__, default=None),
         tokens_per_second=rate,
@@ -412,14 +400,12 @@ def format_plan(p: Plan, price: float | None = None) -> str:
         ("parameters", f"{p.parameters:,}, {format_gib(p.state_memory)} of state per device"),
         ("FLOPs per token", f"{of_model}{p.executed_flops_per_token:.3g} executed"),
     ]
-    if p.kernels:
-        rows.append(("kernels", ", ".join(f"{n:,} x {name}" for name, n in p.kernels.items())))
     for c in p.collectives:
         text = f"{c.count} x {c.kind} over {c.devices}: {c.bytes / 1e6:,.1f} MB"
         text += "" if c.seconds is None else f", {ms(c.seconds)}"
         rows.append(("between slices" if c.between_slices else "collectives", text))
-    times = {"compute": p.compute_seconds, "memory traffic": p.memory_seconds, "interconnect": p.interconnect_seconds}
-    times |= {"network": p.network_seconds if p.network_bytes else None, "kernels in turn": p.serial_seconds}
+    times = {"compute": p.compute_seconds, "interconnect": p.interconnect_seconds}
+    times |= {"network": p.network_seconds if p.network_bytes else None}
     sent = {"network": f", {p.network_bytes / 1e6:,.1f} MB sent to other slices by each device"}
     rows += [(name, ms(time) + sent.get(name, "")) for name, time in times.items() if time is not None]
     of_available = f" of {format_gib(p.available)}" if p.fits else ""

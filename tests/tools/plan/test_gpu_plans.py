@@ -23,10 +23,15 @@ pytestmark = [
 
 COMPILE = """
 import dataclasses, json, sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/benchmarks"]
 from gpt2_124m import experiment as gpt2_124m
 from jaxgpt.errors import UserError
-from jaxgpt.tools.plan.plan import make_plan
+from jaxgpt.tools.plan import plan as plans
+from traffic import read_traffic
+
+texts = []
+read_program = plans.read_program
+plans.read_program = lambda text: (texts.append(text), read_program(text))[1]
 
 def plan(topology, *, batch_size=480, model={}, train={}, **parallel):
     e = dataclasses.replace(
@@ -36,7 +41,8 @@ def plan(topology, *, batch_size=480, model={}, train={}, **parallel):
         parallel=dataclasses.replace(gpt2_124m.parallel, **parallel),
     )
     try:
-        return make_plan(e, e.model.vocab_size, topology=topology).to_json()
+        found = plans.make_plan(e, e.model.vocab_size, topology=topology).to_json()
+        return found | {"kernels": read_traffic(texts[-1]).kernels}
     except UserError as error:
         return {"error": str(error)}
 
@@ -81,8 +87,6 @@ def test_the_program_computes_what_the_model_does(found, name):
     assert kernels["cuDNN attention forward"] == kernels["cuDNN attention backward"] == calls
     assert kernels["Triton product"] >= 12 * calls  # six a layer forward, at least as many backward, and the logits
     assert 0.3 < plan["mfu"] < 1.1
-    # One after another, kernels of which some wait for memory and some for arithmetic take longer than either bound.
-    assert max(plan["compute_seconds"], plan["memory_seconds"]) < plan["serial_seconds"] < 3 * plan["step_seconds"]
 
 
 def test_state_is_sharded(found):

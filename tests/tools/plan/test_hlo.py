@@ -5,6 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxgpt.tools.plan.hlo import Collective, read_program
+from tests.helpers import script
+
+read_traffic = script("benchmarks/traffic").read_traffic
 
 
 def compiled(f, *shapes):
@@ -49,7 +52,7 @@ def test_a_scan_reads_each_layer_once():
 
     L, B, D = 9, 1, 256
     layers = 4 * L * D * D
-    accessed = read_program(compiled(f, (B, D), (L, D, D)).as_text()).bytes_accessed
+    accessed = read_traffic(compiled(f, (B, D), (L, D, D)).as_text()).bytes_accessed
     # At least once; at most, a slice copied out and read again. The whole stack in every iteration would be 9 times.
     assert layers <= accessed <= 3.1 * layers
 
@@ -118,7 +121,7 @@ def test_a_tpus_text():
         Collective(kind=kind, bytes=2**19, group=(0, 4), times=4) for kind in ("all-gather", "reduce-scatter")
     )
     assert program.custom_flops == 4 * 1000 and program.silent_kernels == 0
-    assert program.kernels == {"Pallas": 4}
+    assert read_traffic(TPU).kernels == {"Pallas": 4}
     assert read_program(TPU.replace('"cost_estimate"', '"bytes"')).silent_kernels == 4
 
 
@@ -180,7 +183,7 @@ ENTRY %main (x: f32[6,4]) -> f32[6,4] {{
     program = read_program(text)
     [c] = program.collectives
     assert (c.kind, c.bytes, c.group) == expected and c.between_slices and c.times == 1
-    assert program.bytes_accessed == pytest.approx(4 * 96, abs=8)
+    assert read_traffic(text).bytes_accessed == pytest.approx(4 * 96, abs=8)
 
 
 GPU = """HloModule jit_step, is_scheduled=true, entry_computation_layout={()->()}, num_partitions=8
@@ -243,7 +246,7 @@ def test_a_gpus_text():
     program = read_program(GPU)
     product, partial = 2 * 64 * 512 * 256, 4 * 4 * 64 * 256
     assert program.flops == 12 * product  # in four parts, whose sums another kernel adds
-    assert program.kernels == {"Triton product": 12, "Triton fusion": 12}
+    assert read_traffic(GPU).kernels == {"Triton product": 12, "Triton fusion": 12}
     assert [(c.kind, c.bytes, len(c.group), c.times) for c in program.collectives] == [
         ("all-gather", 2 * 512 * 256, 8, 12),
         ("all-gather", 2 * 512 * 256, 8, 12),
@@ -251,7 +254,7 @@ def test_a_gpus_text():
     ]
     read, sums = 2 * 64 * 512 + 2 * 512 * 256, 2 * partial + 2 * 64 * 256  # of the product, and of the other kernel
     gathers = 2 * (2 * 64 * 256 + 2 * 512 * 256)
-    assert program.bytes_accessed == 12 * (read + sums + 8 + gathers + 2 * 2 * 512 * 256)
+    assert read_traffic(GPU).bytes_accessed == 12 * (read + sums + 8 + gathers + 2 * 2 * 512 * 256)
 
 
 FMHA = """ROOT %attend = (bf16[2,12,1024,64]{3,1,2,0}, f32[2,12,1024]{2,1,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config": {"algorithm": {"tuning_knobs": {"17": "1"}}, "intermediate_tensor_shape": {"element_type": "BF16", "dimensions": ["2", "12", "1024", "1024"], "tuple_shapes": []}, "mask_type": "CAUSAL", "sliding_window_length": 0}}"""
@@ -272,6 +275,17 @@ def test_cudnns_attention_states_its_shape(old, new, products, pairs):
     program = read_program(text)
     assert program.flops == products * 2 * 2 * 12 * 64 * pairs
     backward = "Backward" in new
-    assert program.kernels == {f"cuDNN attention {'backward' if backward else 'forward'}": 1}
+    traffic = read_traffic(text)
+    assert traffic.kernels == {f"cuDNN attention {'backward' if backward else 'forward'}": 1}
     q = 2 * 2 * 1024 * 12 * 64
-    assert program.bytes_accessed == 4 * q + 4 * 2 * 12 * 1024
+    assert traffic.bytes_accessed == 4 * q + 4 * 2 * 12 * 1024
+
+
+def test_kernels_take_the_longer_of_their_two_times():
+    """In turn they take at least the longer sum, and at most both."""
+    text = compiled(lambda a, b: jax.nn.gelu(a @ b).sum(), (256, 512), (512, 128)).as_text()
+    traffic, flops = read_traffic(text), read_program(text).flops
+    assert flops == 2 * 256 * 512 * 128
+    by_memory, by_products = traffic.serial_seconds(1e30, 1e9), traffic.serial_seconds(1e9, 1e30)
+    assert (by_memory, by_products) == pytest.approx((traffic.bytes_accessed / 1e9, flops / 1e9))
+    assert max(by_memory, by_products) <= traffic.serial_seconds(1e9, 1e9) <= by_memory + by_products

@@ -47,27 +47,25 @@ def test_what_is_unknown_has_no_line(here):
 
 
 def test_the_roofline(monkeypatch):
-    """On a device of 1 GFLOP/s, 1 GB/s, and links of 0.1 GB/s: times are counts over speeds, the sharpest binds."""
+    """On a device of 1 GFLOP/s and links of 0.1 GB/s: times are counts over speeds, the sharpest binds."""
     h100 = PEAKS["NVIDIA H100 80GB HBM3"]
     limits = dataclasses.replace(h100, flops=1e9, memory_bandwidth=1e9, link_bandwidth=1e8, memory=2**40)
     monkeypatch.setitem(PEAKS, "cpu", limits)
     found = make_plan(EXPERIMENT, 11)
     tokens = 8 * TINY.block_size
     assert found.compute_seconds == pytest.approx(found.executed_flops_per_token * tokens / 1e9)
-    assert found.bottleneck == "kernels" and found.step_seconds == found.serial_seconds
-    assert found.interconnect_seconds == 0 < found.compute_seconds < found.memory_seconds
+    assert found.bottleneck == "compute" and found.step_seconds == found.compute_seconds
+    assert found.interconnect_seconds == 0 < found.compute_seconds
     assert found.tokens_per_second == pytest.approx(tokens / found.step_seconds)
     assert found.mfu == pytest.approx(found.tokens_per_second * found.flops_per_token / 1e9)
     assert found.hours == pytest.approx(200 * found.step_seconds / 3600)
-    # Each kernel takes the longer of its two times, so that all of them take at least the longer sum, at most both.
-    assert found.memory_seconds <= found.serial_seconds <= found.memory_seconds + found.compute_seconds
 
     # The verdict first, the bounds last; both have the figures of the sharpest one.
     monthly = dataclasses.replace(found, hours=100.0, devices=8, mfu=0.426)
     first, *_, step, rate, mfu, last = format_plan(monthly, 1.2).splitlines()
     said = "at least 4.2 days and 960 dollars at 1.2 dollars per device-hour"
     assert first.startswith("fits: 0.00 GiB of ") and first.endswith(f" per device; at most 43% MFU; {said}")
-    assert step.split()[1:3] == ["at", "least"] and step.endswith("kernels-bound")
+    assert step.split()[1:3] == ["at", "least"] and step.endswith("compute-bound")
     assert rate.endswith(f"at most {found.tokens_per_second:,.0f}") and mfu.endswith("at most 42.6%")
     assert last.endswith(f"12,800 tokens in {said}")
 

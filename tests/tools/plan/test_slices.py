@@ -53,10 +53,7 @@ def test_it_fits_and_could_be_fast(tmp_path):
 
 def test_a_kernel_of_pallas_runs_once_for_each_direction(tmp_path):
     """Attention forward and backward in each layer, although remat recomputes; three of the page's loss."""
-    layers = ("--model.n-layer", "1", "--train.batch-size", "12")
-    page = f"{REPOSITORY}/experiments/benchmarks/fused_loss.py"
-    command = ("-m", "jaxgpt", "plan", page, "--topology", "v6e:1x1", *layers)
-    done = check_command(*command, "--json", cwd=tmp_path, deadline=900, ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-    found = json.loads(done.stdout)
-    assert found["remat"] == "dots" and found["accumulation"] == 1
-    assert found["kernels"] == {"Pallas": 2 + 3}
+    page, traffic = (f"{REPOSITORY}/experiments/benchmarks/{name}.py" for name in ("fused_loss", "traffic"))
+    how = ("--topology", "v6e:1x1", "--model.n-layer", "1", "--train.batch-size", "12", "--model.remat", "dots")
+    done = check_command(traffic, page, *how, "--json", cwd=tmp_path, deadline=900, ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    assert json.loads(done.stdout)["kernels"] == {"Pallas": 2 + 3}
