@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jax.typing import ArrayLike
 
 from jaxgpt.config.validate import LARGEST_SIZE, short
 from jaxgpt.errors import UserError
@@ -246,17 +247,20 @@ def allocate_rows(like: jax.Array, slots: int, stops: int, vocab_size: int) -> R
     return Rows(zeros, zeros, zeros, zeros, keys, sampling, stops_BE, zeros - 1, seen_BV)
 
 
-def prefill(
-    model: GPT, params: dict, cache: Cache, tokens_1T: np.ndarray, start: np.signedinteger, length: np.signedinteger
-) -> Cache:
+def prefill(model: GPT, params: dict, cache: Cache, tokens_1T: ArrayLike, start: ArrayLike, length: ArrayLike) -> Cache:
     """Read a chunk of one prompt, from position `start` on, into a cache of one row. Padding follows `length` tokens.
 
     On CPU equal blocks are one program, called for each: a start of 30 layers then takes 5 s less to compile.
     """
-    chunk = model, params, cache, tokens_1T, start, length
-    if type(model) is not GPT or model.config.is_foreign or model.config.scan_layers:
-        return _prefill_at_once(*chunk)
-    return _prefill_by_blocks(*chunk) if jax.default_backend() == "cpu" else _prefill_at_once(*chunk)
+    has_equal_blocks = type(model) is GPT and not model.config.is_foreign and not model.config.scan_layers
+    if jax.default_backend() != "cpu" or not has_equal_blocks:
+        return _prefill_at_once(model, params, cache, tokens_1T, start, length)
+    x_1TD, positions_1T, segments_1T = _embed(model, params, tokens_1T, start, length)
+    for layer in range(model.config.n_layer):
+        name, block = f"h_{layer}", model.config.make_block(layer, model.compute)
+        arrays = params[name], cache[name], x_1TD, positions_1T, segments_1T
+        x_1TD, cache[name] = _run_block(block, *arrays)
+    return cache
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -264,17 +268,6 @@ def _prefill_at_once(
     model: GPT, params: dict, cache: Cache, tokens_1T: jax.Array, start: jax.Array, length: jax.Array
 ) -> Cache:
     return read(model, params, cache, tokens_1T, *_place(tokens_1T, start, length))[1]
-
-
-def _prefill_by_blocks(
-    model: GPT, params: dict, cache: Cache, tokens_1T: np.ndarray, start: np.signedinteger, length: np.signedinteger
-) -> Cache:
-    x_1TD, positions_1T, segments_1T = _embed(model, params, tokens_1T, start, length)
-    for layer in range(model.config.n_layer):
-        name, block = f"h_{layer}", model.config.make_block(layer, model.compute)
-        arrays = params[name], cache[name], x_1TD, positions_1T, segments_1T
-        x_1TD, cache[name] = _run_block(block, *arrays)
-    return cache
 
 
 @functools.partial(jax.jit, static_argnums=0)
