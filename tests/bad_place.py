@@ -1,6 +1,5 @@
 """The directory in which the table of bad inputs runs: bad texts, token files, tokenizers, experiments and runs."""
 
-import gzip
 import json
 import os
 import shutil
@@ -11,7 +10,6 @@ import numpy as np
 from tests.bad_models import prepare_models
 from tests.conftest import TEXT
 
-LONG = "x" * 300  # longer than a file name may be
 DEEP = "[" * 100_000
 HUGE = 2**60
 
@@ -25,7 +23,6 @@ def prepare_place(place: Path, run: Path) -> None:
     _shards(place)
     _tokenizers(place)
     _chats(place)
-    (place / "half.tsv").write_bytes(b"a\tb\n")
     _experiments(place)
     _runs(place)
     prepare_models(place)
@@ -33,18 +30,15 @@ def prepare_place(place: Path, run: Path) -> None:
     (place / "with a file").mkdir()
     (place / "with a file/notes.md").write_text("not a run")
     os.mkfifo(place / "pipe")
-    os.mkfifo(place / "pipe.bin")
     (place / "loop").symlink_to("loop")
 
 
 def _texts(place: Path) -> None:
     for name, raw in {
-        "empty.txt": b"",
         "latin1.txt": "año de la lanza ".encode("latin-1") * 50,
         "utf16.txt": TEXT.encode("utf-16"),
         "short.txt": b"too short",
         "medium.txt": b"long enough to train on, " * 20,
-        "unknown.txt": "漢字".encode() * 50,
     }.items():
         (place / name).write_bytes(raw)
 
@@ -53,30 +47,23 @@ def _shards(place: Path) -> None:
     tokens = np.arange(500, dtype=np.uint16)
     for name, raw in {
         "odd.bin": tokens.tobytes()[:-1],
-        "gzip.bin": gzip.compress(tokens.tobytes(), mtime=0),
-        "text.bin": TEXT.encode(),
         "large.bin": np.full(500, 1000, np.uint16).tobytes(),
-        "promise.bin": _llmc(tokens, promised=600),
         "gap/x_train_000000.bin": _llmc(tokens),
         "gap/x_train_000002.bin": _llmc(tokens),
-        "only/x_val_000000.bin": _llmc(tokens),
     }.items():
         (place / name).parent.mkdir(exist_ok=True)
         (place / name).write_bytes(raw)
 
 
-def _llmc(tokens: np.ndarray, promised: int | None = None) -> bytes:
+def _llmc(tokens: np.ndarray) -> bytes:
     header = np.zeros(256, np.int32)
-    header[:3] = 20240520, 1, len(tokens) if promised is None else promised
+    header[:3] = 20240520, 1, len(tokens)
     return header.tobytes() + tokens.tobytes()
 
 
 def _tokenizers(place: Path) -> None:
     for name, text in {
-        "half": '{"jaxgpt": "char", "charac',
         "deep": DEEP,
-        "huge": json.dumps({"jaxgpt": "ids", "vocab_size": HUGE}),
-        "model": '{"model": {}}',
         "few": '{"jaxgpt": "char", "characters": "abcdefgh"}',
     }.items():
         (place / f"tokenizer_{name}.json").write_text(text)
@@ -91,17 +78,12 @@ def _chats(place: Path) -> None:
         "good": good * 3,
         "half": good + good[:20],
         "role": good + good + line(("robot", "a"), ("assistant", "b")),
-        "content": line(("user", "a"), ("assistant", 7)),
-        "alone": line(("user", "a")),
         "end": good + line(("user", "a\x03"), ("assistant", "b")),
-        "long": line(("user", "a" * 30), ("assistant", "b")) * 3,
     }.items():
         (place / f"{name}.jsonl").write_text(text)
     for name, config in {
         "syntax": {"chat_template": "{% for %}"},
-        "refuses": {"chat_template": "{{ raise_exception('not today') }}"},
         "escapes": {"chat_template": "{{ messages.__class__.__base__.__subclasses__() }}"},
-        "silent": {"chat_template": "hello"},
     }.items():
         directory = place / f"template_{name}"
         directory.mkdir()
@@ -116,15 +98,11 @@ def _experiments(place: Path) -> None:
     for name, source in {
         "syntax": "experiment = (\n",
         "raises": "x = 1\nraise RuntimeError('no luck')\n",
-        "missing": "import no_such_module\n",
-        "value": "from jaxgpt import *\nexperiment = Experiment(name='x', model=GPTConfig(n_layer=0))\n",
-        "field": "from jaxgpt import *\nexperiment = Experiment(name='x', layers=3)\n",
         "other": "from jaxgpt import *\nmine = Experiment(name='x')\n",
         "variants_data": GOOD
         + "variants = {'a': experiment, 'b': Experiment(name='x', data=DataConfig(tokenizer='byte'))}\n",
     }.items():
         (place / f"{name}.py").write_text(source)
-    (place / "folder.py").mkdir()
 
 
 def _runs(place: Path) -> None:
@@ -137,21 +115,17 @@ def _runs(place: Path) -> None:
     def with_model(**fields) -> str:
         return json.dumps(record | {"experiment": e | {"model": e["model"] | fields}})
 
-    damaged: dict[str, str | bytes] = {
+    damaged = {
         "half": json.dumps(record)[:200],
         "changed": changed,
         "deep": DEEP,
-        "format": json.dumps(record | {"format": 99}),
         "width": with_model(n_embd=HUGE),
-        "infinite": with_model(dropout=0).replace('"dropout": 0', '"dropout": 1e999'),
         "unknown": with_model(n_layers=3),
-        "twice": '{"format": 1, "format": 1}',
-        "name": json.dumps(record | {"experiment": e | {"name": "../../x"}}),
     }
     for name, text in damaged.items():
         directory = place / "broken" / name
         directory.mkdir(parents=True)
-        (directory / "experiment.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+        (directory / "experiment.json").write_text(text)
         shutil.copy(good / "tokenizer.json", directory)
     (place / "runs/moved").mkdir()
     (place / "runs/moved/experiment.json").write_text(json.dumps(record).replace('"t.txt"', '"gone.txt"'))

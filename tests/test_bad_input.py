@@ -6,8 +6,8 @@ every file where it was and as it was. Rows run in forks of one process (see `zy
 
 import dataclasses
 import hashlib
-import itertools
 import re
+import shlex
 import stat
 from typing import get_args, get_type_hints
 
@@ -18,12 +18,10 @@ from hypothesis import strategies as st
 from jaxgpt.experiment import TrainConfig
 from jaxgpt.model import GPTConfig
 from jaxgpt.optim import OptimConfig
-from tests.bad_inputs import AT_IMPORT, TRAIN, table
+from tests.bad_inputs import AT_IMPORT, TEXT, TRAIN, rows
 from tests.bad_place import prepare_place
-from tests.conftest import TEXT
+from tests.conftest import TEXT as MANCHA
 from tests.zygote import Zygote, fresh
-
-ROWS = table()
 
 # Words that tell what to do, or what would have done.
 REMEDY = re.compile(
@@ -44,8 +42,8 @@ def zygote():
 @pytest.fixture(scope="module")
 def place(zygote, tmp_path_factory):
     directory = tmp_path_factory.mktemp("place")
-    (directory / "t.txt").write_text(TEXT)
-    done = zygote.run([*TRAIN, "--run-dir", "trained"], directory, deadline=240)
+    (directory / "t.txt").write_text(MANCHA)
+    done = zygote.run(shlex.split(f"{TEXT} --run-dir trained"), directory, deadline=240)
     assert done.returncode == 0, done.stderr
     place = directory / "place"
     place.mkdir()
@@ -92,34 +90,23 @@ def assert_refused(done, said):
 
 
 def name_of(row):
-    argv, env, _ = row
-    words = [w for w in argv if w not in TRAIN] or argv
-    return " ".join([*(f"{k}={v}" for k, v in env.items()), *(ascii(w)[1:-1][:40] for w in words)])[:120]
+    line, env, _ = row
+    return " ".join([*env, ascii(line.removeprefix(TRAIN))[1:-1]])[:90]
 
 
-# A tenth of the rows, from every part of the table; the others by `-m slow`.
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(row, id=f"{n}-{name_of(row)}", marks=pytest.mark.slow if n % 10 else ())
-        for n, row in enumerate(ROWS)
-    ],
-)
+@pytest.mark.parametrize("row", rows(), ids=name_of)
 def test_bad_input(zygote, place, untouched, row):
-    argv, env, said = row
-    assert_refused(zygote.run(argv, place, **env), said)
+    line, env, said = row
+    assert_refused(zygote.run(shlex.split(line), place, **env), said)
     untouched()
 
 
-# That the zygote changes nothing: every so-manieth row as a process of its own.
-FRESH = [*itertools.islice(ROWS, 7, None, len(ROWS) // 8), *AT_IMPORT]
-
-
+# That the zygote changes nothing: some rows in a process of their own, as well.
 @pytest.mark.slow
-@pytest.mark.parametrize("row", FRESH, ids=name_of)
+@pytest.mark.parametrize("row", [*rows()[::20], *AT_IMPORT], ids=name_of)
 def test_the_same_in_a_fresh_process(place, untouched, row):
-    argv, env, said = row
-    assert_refused(fresh(argv, place, **env), said)
+    line, env, said = row
+    assert_refused(fresh(shlex.split(line), place, **env), said)
     untouched()
 
 
