@@ -116,7 +116,11 @@ TABLE = {
 # With variables of the environment.
 ENVIRONMENT = [
     # Without the tokens of an earlier run.
-    ("evaluate runs/moved", {"JAXGPT_CACHE": "nowhere"}, "was trained on gone.txt, which is not there"),
+    (
+        "evaluate runs/moved",
+        {"JAXGPT_CACHE": "nowhere", "JAX_COMPILATION_CACHE_DIR": ""},
+        "was trained on gone.txt, which is not there",
+    ),
     (TEXT, {"JAX_NUM_CPU_DEVICES": "0"}, "JAX_NUM_CPU_DEVICES='0'"),
     (TEXT, {"JAXGPT_CACHE": "t.txt"}, "cannot write into the cache t.txt/tokens"),
     (TEXT, {"SLURM_STEP_NODELIST": "x", "SLURM_NTASKS": "2"}, "the processes could not meet"),
