@@ -91,10 +91,7 @@ ADDRESS = "gs://sender/tokens"
     [
         {"path": ADDRESS},
         {"path": "reference::file:///tmp/x.json"},
-        {"path": "reference://x::file:///tmp/x.json"},
         {"path": f"{ADDRESS}:0.5,ftp://sender/x:0.5"},
-        {"path": "{run}/mixture.json"},
-        {"path": "webhdfs://sender/x.bin", "tokenizer": "ids"},
     ],
 )
 def test_the_record_of_a_run_names_nothing_to_connect_to(tmp_path, recorded, monkeypatch, data):
@@ -210,10 +207,8 @@ def test_a_file_larger_than_memory_is_not_read(tmp_path, read):
     ("text", "said"),
     [
         ('{"a": 1, "a": 2}', "'a' appears twice"),
-        ("[NaN]", "NaN is not JSON"),
         ("[" * 10**6, "nested too deeply"),
         ("1" * 5000, "4300"),
-        ("\ufeff[1", "Expecting ',' delimiter"),  # as without the mark
     ],
 )
 def test_strict_json(tmp_path, text, said):

@@ -42,13 +42,12 @@ def test_decay_averages_over_a_share_of_the_steps_that_falls_with_tokens_per_par
     assert 5 <= share(depth(4)) / share(depth(4, tokens_per_parameter=2000)) <= 20
 
 
-@pytest.mark.parametrize("n", [1, 3, 7, 16384])
-@pytest.mark.parametrize("tokens", [None, 1, 1e12])
+@pytest.mark.parametrize(("n", "tokens"), [(1, None), (3, 1e12), (16384, 1)])
 def test_every_depth_is_an_experiment(n, tokens):
     assert depth(n, tokens=tokens).train.steps >= 1
 
 
-@pytest.mark.parametrize("tokens", [0, -1.0, float("nan"), float("inf"), 1e20])
+@pytest.mark.parametrize("tokens", [0, float("nan"), 1e20])
 def test_tokens_that_will_not_do(tokens):
     with pytest.raises(UserError, match="tokens to train on: needs 1 to 1e19"):
         depth(2, tokens=tokens)

@@ -162,8 +162,7 @@ def test_tokens_are_written_whole_or_not_at_all(tmp_path, kind, monkeypatch):
             dataset.read_entry(found[0])
 
 
-@pytest.mark.parametrize("end", ["</s>", None])
-@pytest.mark.parametrize("kind", ["Llama 2", "Mistral", "T5"])
+@pytest.mark.parametrize(("kind", "end"), [("Llama 2", "</s>"), ("Mistral", None), ("T5", "</s>")])
 def test_a_text_has_the_ids_of_the_whole_however_it_is_read(kind, end, tmp_path, monkeypatch):
     """Such a tokenizer puts a space before a text, but not before the pieces that a long text is read in."""
     first = f"{TEXT}\n\n  two  spaces\n{TEXT}no newline at the end"
@@ -249,8 +248,7 @@ def write_as_before(directory):
     (directory / "meta.json").write_text(json.dumps(meta))
 
 
-@pytest.mark.parametrize("is_earlier", [False, True])
-@pytest.mark.parametrize("kind", ["text", "conversations"])
+@pytest.mark.parametrize(("kind", "is_earlier"), [("text", True), ("conversations", False)])
 def test_what_is_known_is_found_in_the_cache_without_its_text(kind, is_earlier, text_file, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "cache"))
     path = shutil.copy(text_file, tmp_path / "text.txt") if kind == "text" else chat_file(tmp_path)
@@ -273,15 +271,18 @@ def test_what_is_known_is_found_in_the_cache_without_its_text(kind, is_earlier, 
         assert open_data(config, block_size=64, known=before.fingerprint).fingerprint != before.fingerprint
 
 
-DAMAGE = [
-    *itertools.product(["text", "chat"], ["train_000000.bin", "val_000000.bin", "tokenizer.json", "index.json"]),
-    ("chat", "train_answers_000000.bin"),
-    ("chat", "val_ends_000000.bin"),
-]
-
-
-@pytest.mark.parametrize("harm", ["flip", "cut", "delete", "null"])
-@pytest.mark.parametrize(("kind", "name"), DAMAGE)
+@pytest.mark.parametrize(
+    ("kind", "name", "harm"),
+    [
+        ("text", "train_000000.bin", "flip"),
+        ("text", "tokenizer.json", "delete"),
+        ("text", "index.json", "null"),
+        ("text", "index.json", "flip"),
+        ("chat", "val_000000.bin", "cut"),
+        ("chat", "train_answers_000000.bin", "flip"),
+        ("chat", "val_ends_000000.bin", "delete"),
+    ],
+)
 def test_what_is_damaged_in_the_cache_is_made_again_or_told(kind, name, harm, tmp_path, monkeypatch, caplog):
     """Whichever byte it is. Without the text the tokens are not found, and stay where they are."""
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "cache"))

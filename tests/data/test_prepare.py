@@ -148,6 +148,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_after_kills_the_bytes_are_the_same_and_no_process_is_left(known, tmp_path):
     script, out = tmp_path / "killed.py", tmp_path / "out"
@@ -178,7 +179,7 @@ def test_a_documents_place_depends_on_nothing_but_its_text(made, known, tmp_path
     assert held_out[0] == held_out[1]
 
 
-@pytest.mark.parametrize(("kind", "piece"), [("bytes", 100), ("bytes", 1000), ("Llama 2", 1000), ("Mistral", 1000)])
+@pytest.mark.parametrize(("kind", "piece"), [("bytes", 100), ("Llama 2", 1000), ("Mistral", 1000)])
 def test_long_documents_are_cut_where_words_end(kind, known, tmp_path, monkeypatch, piece):
     tokenizer = BPETokenizer((known / "tokenizer.json").read_text())
     if kind != "bytes":
@@ -194,6 +195,7 @@ def test_long_documents_are_cut_where_words_end(kind, known, tmp_path, monkeypat
     assert ids.tolist() == tokenizer.encode(text).tolist()
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_the_result_and_finds_its_tokenizer(made, tmp_path):
     run = jaxgpt.fit(tiny_experiment(made), tmp_path / "run")
     found, d = evaluate_run(run), open_data(DataConfig(path=str(made)), block_size=8)
@@ -249,8 +251,7 @@ def damaged(index):
             part[key] = value
 
 
-@pytest.mark.parametrize("is_sealed", [True, False])
-@pytest.mark.parametrize("at", [None, [0, 7, 0]])
+@pytest.mark.parametrize(("is_sealed", "at"), [(True, None), (False, [0, 7, 0])])
 def test_a_damaged_index_is_one_line_and_never_a_traceback(is_sealed, at, made, known, tmp_path):
     """Earlier versions wrote no digest of it: then only what differs in kind is noticed."""
     index = json.loads((made / "index.json").read_text())
@@ -270,8 +271,7 @@ def test_a_damaged_index_is_one_line_and_never_a_traceback(is_sealed, at, made, 
     assert shards(place) == shards(made)
 
 
-@pytest.mark.parametrize("at", ["the end", "the middle"])
-@pytest.mark.parametrize("name", ["train_000000.bin", "tokenizer.json"])
+@pytest.mark.parametrize(("at", "name"), [("the end", "train_000000.bin"), ("the middle", "tokenizer.json")])
 def test_prepare_and_training_notice_a_cut_shard_and_another_tokenizer(name, at, known, tmp_path, monkeypatch):
     out = tmp_path / "out"
     monkeypatch.setattr(chapter, "PIECE", 10_000)
@@ -306,25 +306,16 @@ def test_a_full_disk_is_one_line_and_the_same_call_goes_on(made, known, tmp_path
 
 
 LINE = b'{"text": "abc"}\n'
-GOOD = LINE * 500
 BAD = {
     "missing": ({}, "nothing to read at"),
     "empty.txt": (b"", "there is no text"),
-    "blank.jsonl": (b"\n\n", "there is no text"),
-    "cut.jsonl.gz": (gzip.compress(GOOD)[:-9], "Compressed file ended before"),
     "bad.jsonl.zst": (b"no zst", "cannot be read at or after row 1: "),
-    "cut.jsonl.zst": (pa.compress(GOOD, codec="zstd", asbytes=True)[:-9], "Truncated compressed stream"),
-    "bad.parquet": (b"PAR1 and more", "cannot be read at or after row 1: "),
     "bad.jsonl": (LINE + b'{"text": \n', ":2 is damaged: Expecting value"),
     "array.jsonl": (b'[{"text": "x"}]\n', ":1 is a JSON array: .* as jq -c '.\\[\\]' FILE > NEW.jsonl writes it"),
     "pretty.jsonl": (b'\n{\n"text": "x"}\n', ":2 is the beginning of an object: .* jq -c . FILE"),
-    "word.jsonl": (b'"x"\n', "no object but str"),
     "twice.jsonl": (b'{"text": "x", "text": "y"}\n', ":1: column 'text' appears twice"),
-    "nan.jsonl": (b'{"text": NaN}\n', "column 'text' is no text"),
     "utf16.jsonl": ('{"text": "x"}\n'.encode("utf-16"), r":1 is not UTF-8 text: .*iconv -f utf-16 -t"),
-    "utf32.txt": ("x".encode("utf-32"), r"is not UTF-8 text: byte 0xff at about offset 0.*iconv -f utf-32 -t"),
     "column.jsonl": (b'{"body": "x", "id": 3}\n', "row 1: there is no column 'text', it has body, id: give --column"),
-    "number.jsonl": (b'{"text": 3}\n', "row 1: column 'text' is no text"),
     "long.jsonl": (b" " * 3000 + LINE, ":1: the line is longer than 2,000 bytes"),
     "latin.txt": ("ñ".encode("latin-1"), "byte 0xf1 at about offset 1.*iconv -f latin1 -t utf-8"),
     "picture.png": (b"x", "no name of a kind of text"),

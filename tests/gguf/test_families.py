@@ -107,7 +107,7 @@ def test_what_llama_cpp_wants_otherwise(tmp_path):
     np.testing.assert_allclose(tensors["rope_freqs.weight"], 1 / (kept + (1 - kept) / 8.0), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "llama-3.2", "qwen3", "gemma2", "gemma3", "olmo2"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-3.2", "gemma2", "gemma3"])
 def test_a_file_without_fields_of_ours_is_the_same_model(name, tmp_path):
     """As other programs write it: without what llama.cpp has a default for, and Gemma's norms as scales alone."""
     _, config, params = make(name)
@@ -188,19 +188,14 @@ LOCAL = dict(rope_parameters=dict(full_attention=LLAMA3, sliding_attention=dict(
 
 REFUSED = [
     ("gpt2", GPT2 | dict(activation_function="relu"), "gpt2 of llama.cpp does not support activation=relu"),
-    ("gpt2", GPT2 | dict(n_layer=513), "gpt2 of llama.cpp .*block_count=513: needs at most 512"),
-    ("llama", BODY | dict(hidden_act="gelu"), "llama of llama.cpp does not support activation=geglu"),
     ("mistral", BODY | dict(sliding_window=7), "llama of llama.cpp does not support sliding_window=7"),
     ("qwen2", WINDOWED, "qwen2 of llama.cpp does not support sliding_window=9"),
-    ("qwen2", BODY | dict(rope_parameters=LLAMA3), "qwen2 of llama.cpp .*rope_scaling=llama3"),
     ("gemma", BODY | dict(tie_word_embeddings=False), "tie_embeddings=False"),
     ("gemma2", BODY | WINDOWS | dict(query_pre_attn_scalar=9), "gemma2 of llama.cpp .* support query_scale=9"),
-    ("gemma2", BODY | WINDOWS | dict(attn_logit_softcapping=None), "attention_softcap=None"),
     ("gemma2", BODY | WINDOWS | dict(num_hidden_layers=46, head_dim=16), "query_scale=12"),  # taken for the 27B
     ("gemma2", BODY | WINDOWS | dict(layer_types=["full_attention"] * 2), "sliding_window=None"),  # it would abort
     ("gemma3_text", BODY | WINDOWS | LOCAL | dict(sliding_window_pattern=2), "rope_scaling=llama3"),
     ("gpt_neox", NEOX | dict(attention_bias=False, num_attention_heads=3), "out_bias=False, qkv_bias=False"),
-    ("olmo2", BODY | dict(attention_bias=True), "out_bias=True"),
 ]
 
 

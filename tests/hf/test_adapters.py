@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 
 import jax
@@ -37,8 +38,7 @@ def draw_adapters(lora, params):
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), shapes)
 
 
-@pytest.mark.parametrize("targets", ["q v", "k c_proj c_fc"])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("kind", "targets"), [*zip(FAMILIES, itertools.cycle(["q v", "k c_proj c_fc"]))])
 def test_the_tensors_are_those_of_the_merge(kind, targets):
     """In GPT-2 and GPT-NeoX q, k and v are one tensor, with one adapter of a higher rank."""
     family, lora = FAMILIES[kind], LoraConfig(rank=2, alpha=3.0, targets=tuple(targets.split()))
@@ -96,6 +96,7 @@ def test_peft_opens_them(adapted, tmp_path):
     assert AutoTokenizer.from_pretrained(out)(text)["input_ids"] == run.tokenizer.encode(text).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [GPT2], indirect=True, ids=["gpt2"])
 def test_what_has_no_adapters_is_refused_and_a_base_is_named(adapted, text_file, tmp_path, capsys):
     """A base that is an imported run is named as what it was imported from."""

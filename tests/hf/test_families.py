@@ -99,28 +99,19 @@ OLD_LINEAR = {"type": "linear", "factor": 4.0}
         # As an export has it, with the scaling of a longer context added in the older spelling.
         ("llama", dict(rope_parameters=dict(rope_type="default") | THETA, rope_scaling=OLD_LINEAR) | THETA,
          dict(rope_theta=500.0, rope_factor=4.0)),
-        ("llama", dict(rope_scaling={"rope_type": None, "factor": None}, rope_parameters={}), dict(rope_theta=10_000.0)),
         ("llama", dict(rope_scaling=LLAMA3, original_max_position_embeddings=16), dict(rope_original_context=16)),
-        ("llama", dict(original_max_position_embeddings=16), dict(rope_scaling="none")),
         ("gemma3_text", dict(rope_parameters={FULL: LINEAR | THETA}),
          dict(rope_theta=500.0, rope_factor=4.0, rope_local_theta=10_000.0)),
-        ("gemma3_text", dict(rope_scaling=OLD_LINEAR), dict(rope_theta=1e6, rope_factor=4.0)),
         ("gpt_neox", dict(rope_parameters=dict(partial_rotary_factor=1.0) | THETA, rotary_emb_base=50.0),
          dict(rope_theta=500.0, rope_fraction=1.0)),
         # What cannot be computed, or is incomplete.
         ("llama", dict(rope_parameters=dict(rope_type="default") | THETA, rope_scaling={"type": "yarn"}), "rope_type='yarn'"),
-        ("llama", dict(rope_scaling={"factor": 4.0}), "rope_type=default does not use factor"),
-        ("llama", dict(rope_parameters=LINEAR | {"attention_factor": 2.0}), "does not use attention_factor"),
-        ("gemma2", dict(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
         ("gemma3_text", dict(rope_parameters={SLIDING: LINEAR}), "rope_parameters scale"),
         # transformers reads none of it: it looks for the two kinds of layers.
         ("gemma3_text", dict(rope_parameters=LINEAR | THETA), FULL),
         # Windows.
-        ("mistral", {"layer_types": [SLIDING, FULL]}, "layer_types"),
         ("gemma3_text", dict(sliding_window=None, layer_types=[SLIDING, FULL]), "give the size of a window"),
-        ("qwen2", dict(use_sliding_window=False, layer_types=[SLIDING, SLIDING]), "give the size of a window"),
         ("gemma2", dict(num_hidden_layers=3, layer_types=[FULL, SLIDING, FULL]), "layer_types has no period"),
-        ("llama", dict(vocab_size=None), "it has no vocab_size"),
         # GELU is the exact one, but for the first Gemma.
         ("gemma", dict(hidden_act="gelu"), dict(activation="geglu_tanh")),
         ("gemma2", dict(hidden_act="gelu", hidden_activation="gelu"), dict(activation="geglu")),
