@@ -1,6 +1,5 @@
 """Reference intervals of experiments: how often they hold, where a run lies, and that those kept are the experiments'."""
 
-import dataclasses
 import json
 import math
 
@@ -10,43 +9,14 @@ from scipy import stats
 
 from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.config.serialize import from_dict
-from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
-from jaxgpt.runs.directory import read_metadata
 from tests.helpers import script, tiny_experiment
 from tests.test_experiments import list_experiments
-from tests.tools.written_run import write_run
-
-STEPS = list(range(100, 1100, 100))
 
 
 @pytest.fixture(scope="module")
 def bands():
     return script("bands")
-
-
-def curve(losses):
-    return list(zip(STEPS, losses, strict=True))
-
-
-def falling(to=1.5):
-    return [to + 2 * math.exp(-step / 200) for step in STEPS]
-
-
-@pytest.mark.parametrize(
-    ("losses", "place", "since"),
-    [
-        (falling(), "inside", None),
-        (falling(1.6), "above", 100),
-        (falling()[:6] + [x + 0.1 for x in falling()[6:]], "above", 700),
-        ([x + 0.2 for x in falling()[:6]] + falling()[6:], "inside", None),  # out and in again: where it ends
-    ],
-)
-def test_where_a_curve_lies(bands, losses, place, since):
-    low, high = ([x + by for x in falling()] for by in (-0.05, 0.05))
-    band = bands.Band(steps=STEPS, mean=falling(), low=low, high=high, seeds=5)
-    assert bands.locate(curve(losses), band) == (place, since)
-    assert bands.locate([(5000, 1.0)], band) == (None, None)
 
 
 def test_a_band_is_a_prediction_interval(bands):
@@ -61,28 +31,6 @@ def test_a_band_is_a_prediction_interval(bands):
     margin = stats.t.ppf(0.975, 4) * np.std(logs, ddof=1) * math.sqrt(1.2)
     assert (band.low[0], band.high[0]) == pytest.approx(tuple(np.exp(np.mean(logs) + np.array([-margin, margin]))))
     assert band.mean[0] == pytest.approx(np.mean(runs[:5])) and band.seeds == 5
-
-
-def test_a_band_is_for_one_experiment_on_one_text(bands, tmp_path, monkeypatch, capsys):
-    write_run(tmp_path / "run")
-    run = read_metadata(tmp_path / "run")
-    monkeypatch.setattr(bands, "BANDS", tmp_path)
-    losses = [[(step, abs(step - 4) + 1.25 + noise) for step in range(2, 11, 2)] for noise in (-0.01, 0.0, 0.01)]
-    kept = {"experiment": dataclasses.asdict(run.experiment), "data": run.data}
-    (tmp_path / "one.json").write_text(json.dumps(kept | {"band": dataclasses.asdict(bands.fit_band(losses))}))
-    bands.main(["--compare", str(tmp_path / "run")])
-    assert capsys.readouterr().out == f"{tmp_path / 'run'}: inside the band of 3 seeds\n"
-
-    def find(part, **fields):
-        changed = {part: dataclasses.replace(getattr(run.experiment, part), **fields)}
-        return bands.find_band(dataclasses.replace(run, experiment=dataclasses.replace(run.experiment, **changed)))
-
-    # With another seed, other checkpoints, or the same text in another place, the same curve is expected.
-    assert find("train", seed=7, checkpoint_every=99) == find("data", path="elsewhere.txt") == bands.find_band(run)
-    with pytest.raises(UserError, match=r"another configuration: optim\.learning_rate"):
-        find("optim", learning_rate=0.5)
-    with pytest.raises(UserError, match="another text"):
-        bands.find_band(dataclasses.replace(run, data={"tokenizer_sha256": "other"}))
 
 
 def test_there_is_a_band_for_every_experiment_that_runs_on_a_cpu(bands):

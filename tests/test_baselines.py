@@ -1,7 +1,6 @@
 """The baselines that are not networks, compared with sums by hand."""
 
 import json
-import math
 
 import numpy as np
 import pytest
@@ -21,12 +20,6 @@ def test_n_grams_are_probabilities(baselines):
         for context in ("abra", "xxxx", "dabr"):
             p = [2 ** -baselines.n_gram(train + context, c, order, len(alphabet)) for c in alphabet]
             assert sum(p) == pytest.approx(1.0) and min(p) > 0
-
-
-def test_a_unigram_by_hand(baselines):
-    # Of "aab" with three letters: p(a) = (2 + 2/3) / 5, p(b) = (1 + 2/3) / 5, and p(c) = (2/3) / 5.
-    for letter, p in (("a", 8 / 15), ("b", 1 / 3), ("c", 2 / 15)):
-        assert baselines.n_gram("aab", letter, 1, 3) == pytest.approx(-math.log2(p))
 
 
 def test_the_table(baselines, tmp_path, capsys):

@@ -20,14 +20,6 @@ def run(monkeypatch, tmp_path):
     return module
 
 
-def test_steps_to_a_loss_are_those_of_a_straight_line(run):
-    """Over the logarithm of the steps, with a bend at the length in the middle, and beyond the outer ones."""
-    loss = lambda steps: 2.0 - (0.3 if steps < 100 else 0.2) * np.log(steps / 100)  # noqa: E731
-    lengths = (50, 100, 200)
-    for steps in (30, 50, 70, 100, 150, 200, 700):
-        assert run.steps_to(loss(steps), lengths, np.array([loss(n) for n in lengths])) == pytest.approx(steps)
-
-
 def test_the_first_step_of_shampoo_is_orthogonal_with_the_size_of_adams(run):
     """The fourth roots of G G^T and G^T G turn G = U S V^T into U V^T, and Adam's first step is the gradient's sign."""
     optim = dataclasses.replace(run.NEW.variants["shampoo"].optim, warmup_steps=0)

@@ -26,14 +26,6 @@ def test_the_best_rate_is_that_of_the_parabola(study):
     assert spread.min() < -9.3 < spread.max() and 0 < spread.std() < 0.5
 
 
-def test_the_table_has_the_shift(study):
-    each = {(name, 64): losses(study, -8.5) for name in study.PARAMETRISATIONS}
-    each |= {("standard", 512): losses(study, -10.5), ("muP", 512): losses(study, -8.5)}
-    rows = [row.split(" | ") for row in study.table(each).splitlines()[2:]]
-    shifts = {(row[0].removeprefix("| "), int(row[1])): row[-1].removesuffix(" |") for row in rows}
-    assert shifts["standard", 512] == "x 0.25 (0.25 to 0.25)" and shifts["muP", 512] == "x 1.00 (1.00 to 1.00)"
-
-
 @pytest.mark.slow
 def test_the_study_shrunken(study, monkeypatch, text_file, tmp_path, capsys):
     monkeypatch.setattr(study, "RATES", (1e-3, 2e-3))

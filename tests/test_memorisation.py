@@ -17,6 +17,7 @@ def memorisation():
     return script("memorisation")
 
 
+@pytest.mark.slow
 def test_memorisation_is_of_what_it_writes(memorisation, tiny_run, tmp_path, capsys):
     run = dataclasses.replace(
         tiny_run, experiment=replace_fields(tiny_run.experiment, train={"sample_prompt": "In a "})
@@ -51,20 +52,3 @@ def test_match_lengths_are_those_of_every_stretch(memorisation, alphabet):
     text = text + corpus[50:90] + text[:10]
     expected = [max(n for n in range(len(text) - i + 1) if text[i : i + n] in corpus) for i in range(len(text))]
     assert memorisation.SuffixArray(corpus).match_lengths(text).tolist() == expected
-
-
-def test_novel_n_grams_and_the_longest_overlaps(memorisation):
-    rng = np.random.default_rng(0)
-    corpus = "".join(rng.choice(list("abcdé"), 3000))
-    texts = [corpus[100:160] + "zzzz" + corpus[1000:1030], "".join(rng.choice(list("abcdé"), 80))]
-    found = memorisation.measure_novelty(memorisation.SuffixArray(corpus), texts)
-    assert found["characters"] == 94 + 80
-    for n in memorisation.LENGTHS:
-        grams = [text[i : i + n] for text in texts for i in range(len(text) - n + 1)]
-        assert found["novel"][str(n)] == pytest.approx(np.mean([gram not in corpus for gram in grams]))
-    first, second, *_ = found["overlaps"]
-    assert first["text"] == corpus[100:160] and corpus[first["at"] : first["at"] + 60] == first["text"]
-    assert second["text"] == corpus[1000:1030]
-    assert len(found["overlaps"]) == memorisation.SHOWN
-    assert memorisation.measure_novelty(memorisation.SuffixArray("abcabc"), [""])["novel"]["5"] is None
-    assert memorisation.SuffixArray("").match_lengths("ab").tolist() == [0, 0]

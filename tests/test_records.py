@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 
-from jaxgpt.errors import UserError
 from jaxgpt.files import sha256
 from tests.conftest import REPOSITORY
 from tests.helpers import script
@@ -50,19 +49,6 @@ def test_a_first_entry_and_a_record_are_valid_and_so_is_the_real_table(check, en
     assert not any(tool.check_page(str(REPOSITORY / "experiments/RECORDS.md")).values())
 
 
-def test_the_command_says_each_row_and_ends_with_a_status(check, entries, tmp_path, capsys):
-    for date, status, said in (
-        ("2026-11-26", 0, "valid"),
-        ("\x1b[2J", 1, r"date is 2026-11-26 in the table, \x1b[2J in"),
-    ):
-        check(entries)
-        (tmp_path / "second.json").write_text(json.dumps(entries["second"] | {"date": date}))
-        with pytest.raises(SystemExit) as left:
-            tool.main(["check", str(tmp_path / "page.md")])
-        printed = capsys.readouterr().out
-        assert left.value.code == status and said in printed and printed.count("\n") == 2 and "\x1b" not in printed
-
-
 FALSE = {
     "its steps are True, not a whole number from 1": lambda second: second.update(steps=True),
     "its seeds are not 0 to 19, each once": lambda second: second["runs"].pop(),
@@ -84,25 +70,6 @@ def test_a_broken_rule_is_named(check, entries, fault):
     assert first == [] and fault in second
 
 
-@pytest.mark.parametrize(
-    "old, new, words",
-    [
-        ('"runs": [', '"runs": [[', "first.json is damaged: Expecting"),
-        ('"runs": [', '"runs": 7, "others": [', "page.md:5: .*first.json is damaged: TypeError: 'int'"),
-        ("| first |", "| fi\x1b[2Jrst |", r"page.md:5: '.*\\x1b.*' has characters that cannot be printed"),
-        (
-            "(first.json) |\n",
-            "(first.json) |\n\n",
-            "page.md:7: a row after the end of the table: remove the blank line",
-        ),
-        ("(first.json) |\n", "(first.json) |\n\nText.\n  | 2026", "page.md:8: a row after the end of the table"),
-    ],
-)
-def test_a_damaged_file_or_table_is_named(check, entries, old, new, words):
-    with pytest.raises(UserError, match=words):
-        check(entries, lambda text: text.replace(old, new, 1))
-
-
 EXPERIMENTS = """
 import dataclasses
 from jaxgpt import Experiment, GPTConfig, OptimConfig, TrainConfig
@@ -113,6 +80,7 @@ larger = dataclasses.replace(experiment, train=TrainConfig(batch_size=8))
 """
 
 
+@pytest.mark.slow
 def test_one_command_runs_and_resumes_an_entry_and_refuses_another_batch(tmp_path, text_file, monkeypatch, capsys):
     (tmp_path / "tiny.py").write_text(EXPERIMENTS)
     module, audited = tool, []

@@ -42,32 +42,6 @@ def expected(directory):
     return sorted((line["step"], x, line[x]) for line in lines for x in module.SCALARS if line.get(x) is not None)
 
 
-def test_lines_are_read_once_whole_and_undamaged(tmp_path):
-    path, looks = tmp_path / "metrics.jsonl", []
-
-    events = iter(
-        [
-            lambda: write(path, loss(1), '{"step": 2, "lo'),
-            lambda: write(path, 'ss": 0.5}\n{"step": 3, "lo\n'),
-            lambda: None,
-            lambda: replace(path, *map(loss, (1, 2, 3))),
-        ]
-    )
-
-    def pause():
-        looks.append([])
-        next(events)()
-
-    def is_live():
-        if len(looks) == 4:
-            write(path, loss(4))  # just before the end
-        return len(looks) < 4
-
-    for line in module.iter_new_lines(path, is_live, pause):
-        looks[-1].append(line["step"])
-    assert looks == [[1], [2], [], [1, 2, 3, 4]]
-
-
 @pytest.fixture
 def kept(monkeypatch):
     """What W&B gets: (step, scalar, value), and None when it is closed."""

@@ -154,12 +154,6 @@ GOOD = {"prompt": SAID, "chosen": YES, "rejected": NO}
     [
         (GOOD | {"rejected": YES}, "pairs.jsonl:2: chosen and rejected are equal"),
         ({"prompt": SAID, "chosen": YES}, "pairs.jsonl:2: got no rejected, needs an object with"),
-        (GOOD | {"chosen": "2."}, "pairs.jsonl:2: .* three texts, or three lists"),
-        (GOOD | {"chosen": SAID}, "pairs.jsonl:2: chosen needs to begin and end with a message of the assistant"),
-        (
-            GOOD | {"prompt": [{"role": "user", "content": "1 + " * 40}]},
-            "pairs.jsonl:2: the prompt has .* block_size=128",
-        ),
         (GOOD | {"chosen": [{"role": "assistant", "content": "2" * 120}]}, None),
     ],
 )
