@@ -54,7 +54,7 @@ ARCHITECTURES = {
     ),
 }
 # The rest by `-m slow`.
-QUICK = ("gpt2", "llama", "gemma 2", "olmo 2", "neox")
+QUICK = ("llama", "gemma 2", "neox")
 every_architecture = pytest.mark.parametrize(
     "kind",
     [
@@ -101,7 +101,7 @@ def test_scan_equals_loop(kind):
 
 
 @pytest.mark.parametrize(
-    ("remat", "scan_layers"), [pytest.param("dots", False, marks=pytest.mark.slow), ("full", True), ("dots", True)]
+    ("remat", "scan_layers"), [("dots", True), pytest.param("full", False, marks=pytest.mark.slow)]
 )
 def test_remat_changes_nothing(remat, scan_layers):
     """Same loss and gradients, dropout included; and it does recompute: the jaxpr says so."""
@@ -238,13 +238,6 @@ def test_post_norm_is_add_and_norm():
     assert "ln_f" not in params
 
 
-def test_feed_forward_of_2017_is_512_2048_512():
-    config = tiny(**ARCHITECTURES["2017"], n_embd=512, n_head=8)
-    shapes = jax.tree.map(jnp.shape, jax.eval_shape(GPT(config).init, jax.random.key(0), tokens_BT(config))["params"])
-    assert shapes["h_0"]["mlp"]["c_fc"]["kernel"] == (512, 2048)
-    assert shapes["h_0"]["mlp"]["c_proj"]["kernel"] == (2048, 512)
-
-
 def test_initialisation_is_gpt2s():
     config = GPTConfig(vocab_size=500, block_size=16, n_layer=8, n_head=4, n_embd=128, scan_layers=True)
     params = jax.jit(GPT(config).init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
@@ -266,9 +259,7 @@ def test_zero_residual_init_makes_every_block_the_identity():
     np.testing.assert_allclose(apply(model, params, inputs), apply(no_blocks, params, inputs), **FLOAT32_REORDERED)
 
 
-@pytest.mark.parametrize(
-    ("size", "millions"), [("124M", 124.44), ("350M", 354.82), ("774M", 774.03), ("1558M", 1557.61)]
-)
+@pytest.mark.parametrize(("size", "millions"), [("124M", 124.44), ("1558M", 1557.61)])
 def test_gpt2_sizes_by_shape(size, millions):
     """The published parameter counts, without allocating one; layers that are scanned are traced once."""
     params = GPT(dataclasses.replace(gpt2(size), scan_layers=True)).shapes()
