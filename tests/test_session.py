@@ -222,6 +222,7 @@ def test_fit_and_load_set_up_the_process_unless_they_are_asked_not_to(run, exper
     assert calls == ["set up", "set up"] * setup
 
 
+@pytest.mark.slow
 def test_a_run_is_trained_longer(experiment, tmp_path):
     """As if its first schedule had been given from the start; where the rate rises again, it has to be confirmed."""
 

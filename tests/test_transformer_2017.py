@@ -82,6 +82,7 @@ def test_who_reads_whom(model):
     assert (np.abs(reach[:, :4]).sum(axis=-1) > 0).all(), "the encoder reads both ways"
 
 
+@pytest.mark.slow
 def test_documents_of_a_row_do_not_read_each_other(model):
     """Two pairs in one row, and padding, give what each gives alone."""
     model, params = model

@@ -102,6 +102,7 @@ def learnt(chats, tmp_path_factory):
     return export_hf(jaxgpt.fit(first, place / "run", progress=False).directory, place / "model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "adapters",
     [[], [*"--lora.rank 4 --lora.targets q v c_fc c_proj --optim.learning-rate 1e-3".split()]],

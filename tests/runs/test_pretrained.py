@@ -157,6 +157,7 @@ def test_the_merge_is_in_float32_on_any_device():
     assert text.count("dot_general") == text.count("precision = [HIGHEST, HIGHEST]") == len(LORA.targets) * TINY.n_layer
 
 
+@pytest.mark.slow
 def test_what_is_learned_is_kept(source, tuned, tmp_path):
     """The first loss is near the source's last: with random weights it would be that of guessing. Adapters alone move."""
     first = read_metrics(tuned.directory / "metrics.jsonl")[0]["loss"]
