@@ -297,12 +297,12 @@ class Served:
             length, own = p.max_tokens, self.stop_tokens
             top, is_scored = p.logprobs, p.echo and p.logprobs is not None
         param, grammar = p.compile_grammar(self.run.tokenizer)
-        if offer is not None and (calls := offer.grammar(JSON)):
+        if offer is not None and offer.required:
             _need(grammar is None, param, f"{param} and tool_choice: needs one of them")
             with _naming("tools"):
                 for tool in offer.required:
                     check_integers(tool["function"].get("parameters"), tool["function"]["name"])
-                grammar = compile_grammar(self.run.tokenizer, calls=calls)
+                grammar = compile_grammar(self.run.tokenizer, calls=offer.grammar(JSON))
         seed = secrets.randbits(32) if p.seed is None else p.seed
         rows, earlier = [], collections.Counter[object]()
         for text, ids in prompts:

@@ -89,7 +89,7 @@ class Choice:
         if offer is None:
             self.content = self.text
         elif self.finish is None:
-            self.content = self.text[: max(before, offer.hold(self.text))]
+            self.content = self.text[: offer.hold(self.text, before)]
         else:
             self.content, calls = offer.read(self.text)
             self.calls = calls if self._has_many_calls else calls[:1]
