@@ -22,6 +22,7 @@ import importlib.util
 import itertools
 import json
 import re
+import string
 import subprocess
 import sys
 import threading
@@ -41,8 +42,6 @@ from jaxgpt.files import is_there, read_bytes, read_json, write_whole
 Span = tuple[int, int]  # [start, end) in characters
 
 ROLES = ("system", "user", "assistant", "tool")
-HOLE = "\ufdd2"  # around the number of a content in its placeholder: no character, as OPEN and CLOSE are none
-MARKS = (OPEN, CLOSE, HOLE)
 LARGEST_CONFIG = 2**24  # bytes of a tokenizer_config.json. Gemma 3's, with 6,000 added tokens, has 2**20
 ETX = "\x03"  # "end of text" among ASCII's control codes
 TEMPLATE_FILES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
@@ -58,6 +57,28 @@ DEFAULTS = {
     "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
 }
 SECONDS = 10.0  # the longest that a template may take for one conversation
+CONTENT = r"""
+{% if message['content'] is string %}{{ message['content'] }}{% elif message['content'] %}
+{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{% endif %}
+"""
+# `Turns` in Jinja, in which $ stands before what varies. Line breaks are only in Python: some programs would drop one
+# that follows a block, others not.
+JINJA = r"""
+$begin{% if tools %}$system{{ $head }}
+{% for tool in tools %}{{ tool | tojson }}{{ '' if loop.last else '\n' }}{% endfor %}
+{{ $tail }}$end{{ '\n' }}{% endif %}
+{% for message in messages %}$turn
+{% if message['role'] == 'assistant' %}{% generation %}$content
+{% for call in message['tool_calls'] or [] %}{% set call = call['function'] %}
+{{ '\n' if message['content'] or not loop.first else '' }}{{ '<tool_call>\n{"name": ' }}
+{{ call['name'] | tojson }}, "arguments": {% if call['arguments'] is string %}{{ call['arguments'] }}
+{% else %}{{ call['arguments'] | tojson }}{% endif %}{{ '}\n</tool_call>' }}{% endfor %}
+$end{% endgeneration %}
+{% elif message['role'] == 'tool' %}{{ '<tool_response>\n' }}$content{{ '\n</tool_response>' }}
+$end{% else %}$content$end{% endif %}{{ '\n' }}{% endfor %}
+{% if add_generation_prompt %}$assistant{% endif %}
+"""
+JINJA = string.Template(JINJA.replace("$content", CONTENT).replace("\n", ""))
 
 
 def check_message(message: Any, where: str) -> Message:
@@ -66,30 +87,40 @@ def check_message(message: Any, where: str) -> Message:
     A content may be a list of texts, and a developer is a system. Other fields are ignored in an assistant's answer that
     comes back, except calls of tools. Raises `UserError` for what is not text.
     """
-    role, content = (message.get(name) for name in ("role", "content")) if isinstance(message, dict) else (None, None)
-    role = "system" if role == "developer" else role
-    calls = message.get("tool_calls") if role == "assistant" else None
-    if role not in ROLES or ("content" not in message and not calls):
+    held = message if isinstance(message, dict) else {}
+    role, content = "system" if held.get("role") == "developer" else held.get("role"), held.get("content")
+    calls, weight = (held.get(name) if role == "assistant" else None for name in ("tool_calls", "weight"))
+    if role not in ROLES or ("content" not in held and not calls):
         raise UserError(f"{where} is {short(message)}: give a role, {', '.join(ROLES)}, and a content")
     if isinstance(content, list):
-        parts = [part for part in content if isinstance(part, dict) and part.get("type") in ("text", "refusal")]
-        texts = [text for part in parts if isinstance(text := part.get(part["type"]), str)]
+        texts = [text for part in content if (text := _read_part(part)) is not None]
         content = "".join(texts) if len(texts) == len(content) else content
-    content = message.get("refusal") or "" if content is None and role == "assistant" else content
+    if content is None and role == "assistant":
+        content = held.get("refusal") or ""
     if not isinstance(content, str):
         raise UserError(f"{where} has the content {short(content)}: give a text")
-    ignored = {"role", "content", "name", "tool_call_id", *(message if role == "assistant" else ())} - {"function_call"}
-    if other := [name for name, held in message.items() if name not in ignored and held not in (None, [])]:
+    known = held.keys() - {"function_call"} if role == "assistant" else {"role", "content", "name", "tool_call_id"}
+    if other := [name for name in held if name not in known and held[name] not in (None, [])]:
         raise UserError(f"{where} has {short(other[0])}, which is not understood: leave only role and content")
     check_characters(content, f"{where}: the content")
+    if isinstance(weight, bool) or weight not in (None, 0, 1):
+        raise UserError(f"{where} has the weight {short(weight)}: give 0, to learn nothing from it, or 1")
     checked: Message = {"role": role, "content": content}
-    if role == "assistant" and (weight := message.get("weight")) is not None:
-        if type(weight) not in (int, float) or weight not in (0, 1):
-            raise UserError(f"{where} has the weight {short(weight)}: give 0, to learn nothing from it, or 1")
-        checked |= {} if weight else {"weight": "0"}
+    if weight == 0:
+        checked["weight"] = "0"
     if role == "tool":
-        checked |= {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
-    return checked | ({"tool_calls": check_calls(calls, where)} if calls else {})
+        checked |= {name: held[name] for name in ("name", "tool_call_id") if isinstance(held.get(name), str)}
+    if calls:
+        checked["tool_calls"] = check_calls(calls, where)
+    return checked
+
+
+def _read_part(part: Any) -> str | None:
+    """Return the text of a part of a content, or None for an image and whatever else is no text."""
+    match part:
+        case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
+            return text
+    return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,17 +149,19 @@ class Turns:
 
     def write(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), prompt: bool = False) -> Written:
         """Render messages. `prompt` appends the header of an answer. Raises `UserError` if a content contains `end`."""
-        spelled, pieces = spell_out(messages, tools), [self.begin]
-        for number, message in enumerate(spelled, 1):
-            if not self.special and self.end in message["content"]:
+        text, answers, contents = self.begin, [], []
+        for number, message in enumerate(spell_out(messages, tools), 1):
+            content = message["content"]
+            if not self.special and self.end in content:
                 raise UserError(f"message {number} has {self.end!r}, which ends a turn: take it out")
-            pieces[-1] += self._before(message["role"])
-            pieces += [message["content"], self.end + "\n"]
-        pieces[-1] += self._before("assistant") if prompt else ""
-        text, contents = _join(pieces)
-        own = [span for span, message in zip(contents, spelled, strict=True) if message["role"] == "assistant"]
-        answers = tuple((start, end + len(self.end)) for start, end in own)
-        return Written(text=text, answers=answers, contents=contents)
+            text += self._before(message["role"])
+            start, end = len(text), len(text) + len(content)
+            contents.append((start, end))
+            if message["role"] == "assistant":
+                answers.append((start, end + len(self.end)))
+            text += content + self.end + "\n"
+        text += self._before("assistant") if prompt else ""
+        return Written(text=text, answers=tuple(answers), contents=tuple(contents))
 
     def _before(self, role: str) -> str:
         return self.before.format(role=role, Role=role.capitalize())
@@ -140,28 +173,15 @@ class Turns:
     def jinja(self) -> str:
         """Return the template in Jinja, for other programs. Unlike `write`, it accepts contents that contain `end`."""
         role = "('user' if message['role'] == 'tool' else message['role'])"  # as `spell_out` has it
-        before = self.before.format(role=f"{{{{ {role} }}}}", Role=f"{{{{ {role} | capitalize }}}}")
-        # No newline follows a block: some programs would drop it, others not.
-        text = (
-            "{% if message['content'] is string %}{{ message['content'] }}{% elif message['content'] %}"
-            "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{% endif %}"
-        )
-        calls = (
-            "{% for call in message['tool_calls'] or [] %}{% set call = call['function'] %}"
-            "{{ '\\n' if message['content'] or not loop.first else '' }}{{ '<tool_call>\\n{\"name\": ' }}"
-            "{{ call['name'] | tojson }}, \"arguments\": {% if call['arguments'] is string %}{{ call['arguments'] }}"
-            "{% else %}{{ call['arguments'] | tojson }}{% endif %}{{ '}\\n</tool_call>' }}{% endfor %}"
-        )
         head, tail = DESCRIBED.split("{tools}")
-        listed = "{% for tool in tools %}{{ tool | tojson }}{{ '' if loop.last else '\\n' }}{% endfor %}"
-        described = f"{self._before('system')}{{{{ {head!r} }}}}{listed}{{{{ {tail!r} }}}}{self.end}{{{{ '\\n' }}}}"
-        begin = f"{{{{ {self.begin!r} }}}}" if self.begin else ""
-        return (
-            f"{begin}{{% if tools %}}{described}{{% endif %}}{{% for message in messages %}}{before}"
-            f"{{% if message['role'] == 'assistant' %}}{{% generation %}}{text}{calls}{self.end}{{% endgeneration %}}"
-            f"{{% elif message['role'] == 'tool' %}}{{{{ '<tool_response>\\n' }}}}{text}{{{{ '\\n</tool_response>' }}}}"
-            f"{self.end}{{% else %}}{text}{self.end}{{% endif %}}{{{{ '\\n' }}}}{{% endfor %}}"
-            f"{{% if add_generation_prompt %}}{self._before('assistant')}{{% endif %}}"
+        return JINJA.substitute(
+            begin=f"{{{{ {self.begin!r} }}}}" if self.begin else "",
+            system=self._before("system"),
+            head=repr(head),
+            tail=repr(tail),
+            turn=self.before.format(role=f"{{{{ {role} }}}}", Role=f"{{{{ {role} | capitalize }}}}"),
+            assistant=self._before("assistant"),
+            end=self.end,
         )
 
 
@@ -228,43 +248,23 @@ class Jinja:
 
         Raises `UserError` for tools and calls with special tokens in them, and for those that the template leaves out.
         """
-        others = [{name: held for name, held in m.items() if name not in ("role", "content")} for m in messages]
-        spelled = json.dumps([tools, others], ensure_ascii=False) if tools or any(others) else ""
+        others = [held for m in messages for name, held in m.items() if name not in ("role", "content")]
+        spelled = json.dumps([*tools, *others], ensure_ascii=False)
         if token := next((token for token in self.specials if token in spelled), None):
             raise UserError(f"the tools or their calls have {token!r}, a special token: take it out")
-        self._check_tools(messages, tools, prompt)
         text, answers = self._text(messages, tools, prompt=prompt)
         if not answers and not prompt:
             own = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
             answers = tuple(self._answer(messages, tools, n, text) for n in own)
-        return Written(text=text, answers=answers, contents=self._contents(messages, tools, text, prompt))
-
-    def _check_tools(self, messages: Sequence[Message], tools: Sequence[Tool], prompt: bool) -> None:
-        """Raise `UserError` for tools, calls and results that are not written, by rendering words in place of them."""
-        hidden, offered = json.loads(json.dumps([messages, tools]))  # nothing is shared, since it is changed
-        found = [(tool["function"], "name", "tools") for tool in offered]
-        for n, message in enumerate(hidden, 1):
-            calls = enumerate(message.get("tool_calls", ()), 1)
-            found += [(call["function"], "name", f"call {k} of message {n}") for k, call in calls]
-            if message["role"] == "tool":
-                found.append((message, "content", f"message {n}, the result of a tool"))
-        for number, (held, field, _) in enumerate(found):
-            held[field] = f"hidden_{number}_"
-        try:
-            text = self._text(hidden, offered, prompt=prompt)[0] if found else ""
-        except UserError:  # the template inspects them
-            return
-        for number, (_, _, place) in enumerate(found):
-            if f"hidden_{number}_" not in text:
-                raise UserError(f"its chat template does not write {place}: leave it out, or give another template")
+        contents = self._find_contents(messages, tools, text, prompt)
+        return Written(text=text, answers=answers, contents=contents)
 
     def _answer(self, messages: Sequence[Message], tools: Sequence[Tool], number: int, text: str) -> Span:
         """Return the span that an answer adds to its prompt, up to a last special token followed only by whitespace."""
         before, _ = self._text(messages[:number], tools, prompt=True)
         after, _ = self._text(messages[: number + 1], tools)
-        end = len(after.rstrip())
-        if not after[:end].endswith(self.specials):
-            end = len(after)
+        shown = after.rstrip()
+        end = len(shown if shown.endswith(self.specials) else after)
         if not (after.startswith(before) and text.startswith(after[:end])):
             raise UserError(
                 f"its chat template writes message {number + 1} differently when it is asked for it, or when more follow, "
@@ -273,21 +273,37 @@ class Jinja:
             )
         return len(before), end
 
-    def _contents(
+    def _find_contents(
         self, messages: Sequence[Message], tools: Sequence[Tool], text: str, prompt: bool
     ) -> tuple[Span, ...]:
-        """Find the contents in the text, by rendering the messages again with placeholders for them."""
-        contents = [m["content"] for m in messages]
-        holes = [m | {"content": m["content"] and f"{HOLE}{n}{HOLE}"} for n, m in enumerate(messages)]
+        """Find what messages and calls say in the text, by rendering them again with words in their place.
+
+        Raises `UserError` for tools, calls and results that the template leaves out.
+        """
+        hidden, offered = json.loads(json.dumps([messages, tools]))  # nothing is shared, since it is changed
+        places = [(tool["function"], "name", "tools") for tool in offered]
+        for n, message in enumerate(hidden, 1):
+            calls = enumerate(message.get("tool_calls", ()), 1)
+            places += [(call["function"], "name", f"call {k} of message {n}") for k, call in calls]
+            needed = f"message {n}, the result of a tool" if message["role"] == "tool" else ""
+            places += [(message, "content", needed)] if message["content"] else []
+        words = dict[str, str]()  # word -> what it stands for
+        for held, name, _ in places:
+            word = f"hidden_{len(words)}_"
+            words[word], held[name] = held[name], word
         try:
-            parts = re.split(f"{HOLE}([0-9]+){HOLE}", self._text(holes, tools, prompt=prompt)[0])
-        except UserError:  # the template inspects contents
-            parts = []
+            rendered, _ = self._text(hidden, offered, prompt=prompt)
+        except UserError:  # the template inspects them
+            rendered, places = "", []
+        for word, (_, _, needed) in zip(words, places, strict=False):
+            if needed and word not in rendered:
+                raise UserError(f"its chat template does not write {needed}: leave it out, or give another template")
+        pieces = re.split("(hidden_[0-9]+_)", rendered)
         for trimmed in (str, str.strip, str.rstrip, str.lstrip):  # what templates do to contents
-            pieces = (trimmed(contents[int(part)]) if n % 2 else part for n, part in enumerate(parts))
-            filled, spans = _join(list(pieces))
+            filled, spans = _join([trimmed(words[piece]) if piece in words else piece for piece in pieces])
             if filled == text:
                 return spans
+        contents = [message["content"] for message in messages]
         for number, content in enumerate(contents, 1):
             if token := next((s for s in self.specials if s in content), None):
                 raise UserError(
@@ -315,36 +331,43 @@ def find_template(tokenizer: Tokenizer, directory: Path | None, *, is_own: bool 
         is_own: whether a run was trained with it, so that the run's tokenizer_config.json has all that it needs.
     """
     values = {} if directory is None else _read_values(directory / "tokenizer_config.json")
-    if directory is not None and (named := _find_sources(directory, values.get("chat_template"))):
-        source, tool_source = named.get("default", OPEN), named.get("tool_use", "")
-        if not all(isinstance(x, str) and not any(m in x for m in MARKS) for x in (source, tool_source)):
+    named = {} if directory is None else _find_sources(directory, values.get("chat_template"))
+    if directory is None or not named:
+        return _choose_turns(tokenizer)
+    source, tool_source = named.get("default", OPEN), named.get("tool_use", "")
+    for text in (source, tool_source):
+        if not isinstance(text, str) or OPEN in text or CLOSE in text:
             raise UserError(
                 f"the chat_template in {directory} is damaged: it must be a text, or a list with one named default"
             )
-        for text in (source, tool_source):
-            render_template(text, None)  # raises `UserError` for what is not a template
+        render_template(text, None)  # raises `UserError` for what is not a template
+    tokens = _spell(values)
+    if not is_own:
         used = re.findall(r"\b[a-z]+_token\b", source + tool_source)
-        tokens = {name: text for name, x in values.items() if _is_token(name) and (text := _spell(x)) is not None}
-        if not is_own:
-            known = _find_tokens(tokenizer, directory, values)
-            tokens |= {name: text for name in used if (text := _spell(known.get(name))) is not None}
-            if lost := [name for name in used if name not in known and f"{name} is" not in source + tool_source]:
-                warnings.warn(
-                    f"the chat template in {directory} uses {lost[0]}, which no file there defines, so that it is empty: "
-                    "define it in tokenizer_config.json",
-                    UserWarning,
-                    stacklevel=2,
-                )
-        return Jinja(source=source, tokens=tokens, specials=tuple(tokenizer.specials), tool_source=tool_source)
-    ours = CHATML
-    if not {"<|im_start|>", "<|im_end|>"} <= tokenizer.specials.keys():
-        end = next((token for token, i in tokenizer.specials.items() if i == tokenizer.end_of_text), None)
-        ours = PLAIN if end is None else dataclasses.replace(PLAIN, end=end, special=True)
+        known = _find_tokens(tokenizer, directory, values)
+        tokens |= {name: text for name, text in _spell(known).items() if name in used}
+        if lost := [name for name in used if name not in known and f"{name} is" not in source + tool_source]:
+            warnings.warn(
+                f"the chat template in {directory} uses {lost[0]}, which no file there defines, so that it is empty: "
+                "define it in tokenizer_config.json",
+                UserWarning,
+                stacklevel=2,
+            )
+    return Jinja(source=source, tokens=tokens, specials=tuple(tokenizer.specials), tool_source=tool_source)
+
+
+def _choose_turns(tokenizer: Tokenizer) -> Turns:
+    """Return the template of ours that a tokenizer has the tokens for."""
     specials = index_specials(tokenizer)
+    ours = PLAIN
+    if {"<|im_start|>", "<|im_end|>"} <= tokenizer.specials.keys():
+        ours = CHATML
+    elif tokenizer.end_of_text in specials:
+        ours = dataclasses.replace(PLAIN, end=specials[tokenizer.end_of_text], special=True)
     if unknown := [token for token in tokenizer.prefix if token not in specials]:
         raise UserError(
-            f"the tokenizer begins texts with {tokenizer.decode(unknown[:1])!r}, which is not one of its special tokens, so that no "
-            "chat template can write it: make it one in tokenizer.json, under added_tokens"
+            f"the tokenizer begins texts with {tokenizer.decode(unknown[:1])!r}, which is not one of its special "
+            "tokens, so that no chat template can write it: make it one in tokenizer.json, under added_tokens"
         )
     begin = "".join(specials[token] for token in tokenizer.prefix)
     return dataclasses.replace(ours, begin=begin) if begin else ours
@@ -373,16 +396,19 @@ def _find_sources(directory: Path, held: Any) -> dict[str, Any]:
 
 
 def _find_tokens(tokenizer: Tokenizer, directory: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """Return special tokens by names such as bos_token, as transformers finds them. values: tokenizer_config.json."""
+    """Return, by names such as bos_token, special tokens as transformers finds them, with what else the files hold.
+
+    values: tokenizer_config.json.
+    """
     kind = str(values.get("tokenizer_class")).removesuffix("Fast")
     known: dict[str, Any] = {name: x for name, x in DEFAULTS.get(kind, {}).items() if x in tokenizer.specials}
     if kind not in DEFAULTS:  # config.json of a model's directory, or of a run that was imported
         config = _read_values(directory / "config.json") or _read_values(directory / "hf/config.json")
         for name, ids in config.items():
             i = ids[0] if isinstance(ids, list) and ids else ids
-            if _is_token(token := name.removesuffix("_id")) and type(i) is int and 0 <= i < tokenizer.vocab_size:
-                known[token] = tokenizer.decode([i])
-    known |= {name: x for name, x in values.items() if _is_token(name)}
+            if name.endswith("_token_id") and type(i) is int and 0 <= i < tokenizer.vocab_size:
+                known[name.removesuffix("_id")] = tokenizer.decode([i])
+    known |= values
     if "added_tokens_decoder" not in values:
         known |= _read_values(directory / "special_tokens_map.json")
     return known
@@ -393,10 +419,10 @@ def _is_token(name: str) -> bool:
     return name.endswith("_token") and not name.startswith("add_")
 
 
-def _spell(token: Any) -> str | None:
-    """Return the text of a token: it is that, or an object with its content and matching options."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
+def _spell(values: dict[str, Any]) -> dict[str, str]:
+    """Return the texts of tokens by name. A token is its text, or an object with its content and matching options."""
+    contents = {name: x.get("content") if isinstance(x, dict) else x for name, x in values.items() if _is_token(name)}
+    return {name: text for name, text in contents.items() if isinstance(text, str)}
 
 
 def write_template(directory: Path, config: dict[str, Any]) -> None:
