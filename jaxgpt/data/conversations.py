@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +93,12 @@ def encode_all(
 
 def _drop_unlearnt(written: Written, messages: Sequence[Message]) -> Written:
     """Return what was written without the answers that have no weight."""
-    own = [message for message in messages if message["role"] == "assistant"]
-    if not any("weight" in message for message in own):
+    is_learnt = ["weight" not in message for message in messages if message["role"] == "assistant"]
+    if all(is_learnt):
         return written
-    if len(own) != len(written.answers):
+    if len(is_learnt) != len(written.answers):
         raise UserError("its chat template does not mark each answer by itself: leave the weights out")
-    kept = tuple(span for span, message in zip(written.answers, own, strict=True) if "weight" not in message)
-    return dataclasses.replace(written, answers=kept)
+    return dataclasses.replace(written, answers=tuple(itertools.compress(written.answers, is_learnt)))
 
 
 def encode_messages(
@@ -123,12 +122,12 @@ def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int | None
     # Every tokenizer of conversations knows "s", because the templates themselves contain it.
     written = template.write([{"role": role, "content": "s"} for role in ("user", "assistant")])
     end = written.contents[-1][1] if written.contents else written.answers[-1][0]
-    ids, is_behind = tokenise(dataclasses.replace(written, answers=((end, len(written.text)),)), tokenizer)
-    specials = index_specials(tokenizer)
-    found = next((i for i in ids[is_behind].tolist() if i in specials or tokenizer.decode([i]) == ETX), None)
+    behind, specials = tokenizer.locate(written.text[end:], specials=True)[0].tolist(), index_specials(tokenizer)
+    found = next((i for i in behind if i in specials or tokenizer.decode([i]) == ETX), None)
+    ids, answers = tokenise(written, tokenizer)
     if found is None:
         problem = "writes no special token behind an answer, so no token ends a turn: put one there"
-    elif found not in ids[tokenise(written, tokenizer)[1]]:
+    elif found not in ids[answers]:
         problem = f"has {tokenizer.decode([found])!r} outside {{% generation %}}, so it is not learnt: move it inside"
     else:
         return found
@@ -139,42 +138,33 @@ def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int | None
 def tokenise(written: Written, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Return (ids, mask), with True for the tokens of the assistant. Only the template can write special tokens.
 
-    The text is encoded in one piece, as in transformers. A content may spell out a special token, which would be
-    encoded as one. Then the text between the template's own special tokens is encoded piece by piece instead.
+    The text is encoded in one piece, as in transformers. If a content spells out a special token, which is then encoded
+    as one, the contents are encoded by themselves instead, and so is what the template writes between them.
     """
     ids, at = tokenizer.locate(written.text, specials=True)
-    specials = index_specials(tokenizer)
-    own, forged, ends = [], False, [b for _, b in written.contents]
-    for n in np.flatnonzero(np.isin(ids, list(specials))):
-        token = specials[int(ids[n])]
-        start, end = at[n]
-        start += max(written.text[start:end].find(token), 0)  # skip spaces that the token may include
-        end = start + len(token)
-        content = bisect.bisect_right(ends, start)  # the first that ends after the start. They follow each other
-        if content < len(ends) and written.contents[content][0] < end:
-            forged = True
-        else:
-            own.append(n)
-    if forged:
-        ids, at = _encode_between(written.text, ids[own], at[own], tokenizer)
+    if _is_forged(written, ids, at, index_specials(tokenizer)):
+        bounds = itertools.pairwise([0, *itertools.chain(*written.contents), len(written.text)])
+        encoded = []
+        for number, (start, end) in enumerate(bounds):
+            piece, spans = tokenizer.locate(written.text[start:end], specials=number % 2 == 0)
+            encoded.append((piece, spans + start))
+        ids, at = (np.concatenate(arrays) for arrays in zip(*encoded, strict=True))
     answers, (starts, stops) = np.zeros(len(ids), bool), np.ascontiguousarray(at.T)
     for a, b in written.answers:
         answers[np.searchsorted(stops, a, "right") : np.searchsorted(starts, b)] = True
     return ids, answers
 
 
-def _encode_between(text: str, ids: np.ndarray, at: np.ndarray, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Encode a text with the special tokens `ids` at the spans `at`, and none elsewhere."""
-    all_ids, all_at, begin = [], [], 0
-    for special, (start, end) in zip([*ids, None], [*at, (len(text), len(text))], strict=True):
-        between, where = tokenizer.locate(text[begin:start], specials=False)
-        all_ids.append(between)
-        all_at.append(where + begin)
-        if special is not None:
-            all_ids.append(np.array([special], np.int32))
-            all_at.append(np.array([[start, end]]))
-        begin = end
-    return np.concatenate(all_ids), np.concatenate(all_at)
+def _is_forged(written: Written, ids: np.ndarray, at: np.ndarray, specials: Mapping[int, str]) -> bool:
+    """Return whether a special token, of those among `ids` at the spans `at`, has characters of a content."""
+    ends = [end for _, end in written.contents]
+    for n in np.flatnonzero(np.isin(ids, list(specials))):
+        token, (start, end) = specials[int(ids[n])], at[n]
+        start += max(written.text[start:end].find(token), 0)  # skip spaces that the token may include
+        content = bisect.bisect_right(ends, start)  # the first that ends after the start. They follow each other
+        if content < len(ends) and written.contents[content][0] < start + len(token):
+            return True
+    return False
 
 
 def pack_best_fit(sizes_N: np.ndarray, room: int) -> np.ndarray:
