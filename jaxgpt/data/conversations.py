@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 from jaxgpt.config.validate import short
 from jaxgpt.data.corpus import advise_prepare, parse_line
 from jaxgpt.data.pipeline import RowReader, Split, pick_evenly
-from jaxgpt.data.template import ETX, ChatTemplate, Written, check_message, index_specials
+from jaxgpt.data.template import ETX, ChatTemplate, Written, check_message, index_specials, match_specials
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.data.tools import Message, Tool, check_tools
 from jaxgpt.errors import UserError
@@ -119,10 +118,12 @@ def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int | None
     Any other token could be part of a content, and a chat would stop there. Without one a warning says so, and the
     result is None. A warning also says where the template does not mark it as the assistant's.
     """
-    # Every tokenizer of conversations knows "s", because the templates themselves contain it.
-    written = template.write([{"role": role, "content": "s"} for role in ("user", "assistant")])
-    end = written.contents[-1][1] if written.contents else written.answers[-1][0]
-    behind, specials = tokenizer.locate(written.text[end:], specials=True)[0].tolist(), index_specials(tokenizer)
+    # Every tokenizer of conversations knows "s" and "e", because the templates themselves contain them.
+    asked = {"role": "user", "content": "s"}
+    written, other = (template.write([asked, {"role": "assistant", "content": content}]) for content in "se")
+    is_same = [a == b for a, b in zip(written.text[::-1], other.text[::-1], strict=False)]
+    tail = written.text[len(written.text) - [*is_same, False].index(False) :]
+    behind, specials = tokenizer.locate(tail, specials=True)[0].tolist(), index_specials(tokenizer)
     found = next((i for i in behind if i in specials or tokenizer.decode([i]) == ETX), None)
     ids, answers = tokenise(written, tokenizer)
     if found is None:
@@ -138,33 +139,20 @@ def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int | None
 def tokenise(written: Written, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Return (ids, mask), with True for the tokens of the assistant. Only the template can write special tokens.
 
-    The text is encoded in one piece, as in transformers. If a content spells out a special token, which is then encoded
-    as one, the contents are encoded by themselves instead, and so is what the template writes between them.
+    The text is encoded in one piece, as in transformers. Only a content that spells out a special token is encoded by
+    itself, as text.
     """
-    ids, at = tokenizer.locate(written.text, specials=True)
-    if _is_forged(written, ids, at, index_specials(tokenizer)):
-        bounds = itertools.pairwise([0, *itertools.chain(*written.contents), len(written.text)])
-        encoded = []
-        for number, (start, end) in enumerate(bounds):
-            piece, spans = tokenizer.locate(written.text[start:end], specials=number % 2 == 0)
-            encoded.append((piece, spans + start))
-        ids, at = (np.concatenate(arrays) for arrays in zip(*encoded, strict=True))
+    specials, encoded = match_specials(tuple(tokenizer.specials)), []
+    contents = [span for span in written.contents if specials.search(written.text, *span)]
+    bounds = itertools.pairwise([0, *itertools.chain(*contents), len(written.text)])
+    for number, (start, end) in enumerate(bounds):
+        piece, spans = tokenizer.locate(written.text[start:end], specials=number % 2 == 0)
+        encoded.append((piece, spans + start))
+    ids, at = (np.concatenate(arrays) for arrays in zip(*encoded, strict=True))
     answers, (starts, stops) = np.zeros(len(ids), bool), np.ascontiguousarray(at.T)
     for a, b in written.answers:
         answers[np.searchsorted(stops, a, "right") : np.searchsorted(starts, b)] = True
     return ids, answers
-
-
-def _is_forged(written: Written, ids: np.ndarray, at: np.ndarray, specials: Mapping[int, str]) -> bool:
-    """Return whether a special token, of those among `ids` at the spans `at`, has characters of a content."""
-    ends = [end for _, end in written.contents]
-    for n in np.flatnonzero(np.isin(ids, list(specials))):
-        token, (start, end) = specials[int(ids[n])], at[n]
-        start += max(written.text[start:end].find(token), 0)  # skip spaces that the token may include
-        content = bisect.bisect_right(ends, start)  # the first that ends after the start. They follow each other
-        if content < len(ends) and written.contents[content][0] < start + len(token):
-            return True
-    return False
 
 
 def pack_best_fit(sizes_N: np.ndarray, room: int) -> np.ndarray:

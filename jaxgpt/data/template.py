@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
-import itertools
 import json
 import re
 import string
@@ -42,6 +41,8 @@ from jaxgpt.files import is_there, read_bytes, read_json, write_whole
 Span = tuple[int, int]  # [start, end) in characters
 
 ROLES = ("system", "user", "assistant", "tool")
+QUOTE, UNQUOTE = "\ufdd2", "\ufdd3"  # around special tokens in contents: no characters, as OPEN and CLOSE are none
+MARKS = (OPEN, CLOSE, QUOTE, UNQUOTE)
 LARGEST_CONFIG = 2**24  # bytes of a tokenizer_config.json. Gemma 3's, with 6,000 added tokens, has 2**20
 ETX = "\x03"  # "end of text" among ASCII's control codes
 TEMPLATE_FILES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
@@ -78,7 +79,7 @@ $end{% endgeneration %}
 $end{% else %}$content$end{% endif %}{{ '\n' }}{% endfor %}
 {% if add_generation_prompt %}$assistant{% endif %}
 """
-JINJA = string.Template(JINJA.replace("$content", CONTENT).replace("\n", ""))
+JINJA = JINJA.replace("$content", CONTENT).replace("\n", "")
 
 
 def check_message(message: Any, where: str) -> Message:
@@ -93,7 +94,8 @@ def check_message(message: Any, where: str) -> Message:
     if role not in ROLES or ("content" not in held and not calls):
         raise UserError(f"{where} is {short(message)}: give a role, {', '.join(ROLES)}, and a content")
     if isinstance(content, list):
-        texts = [text for part in content if (text := _read_part(part)) is not None]
+        parts = [part for part in content if isinstance(part, dict) and part.get("type") in ("text", "refusal")]
+        texts = [part[part["type"]] for part in parts if isinstance(part.get(part["type"]), str)]
         content = "".join(texts) if len(texts) == len(content) else content
     if content is None and role == "assistant":
         content = held.get("refusal") or ""
@@ -115,27 +117,13 @@ def check_message(message: Any, where: str) -> Message:
     return checked
 
 
-def _read_part(part: Any) -> str | None:
-    """Return the text of a part of a content, or None for an image and whatever else is no text."""
-    match part:
-        case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
-            return text
-    return None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Written:
     """A conversation rendered as text."""
 
     text: str  # the whole conversation
     answers: tuple[Span, ...]  # what the assistant writes
-    contents: tuple[Span, ...]  # contents of the messages, in which special tokens written out are text
-
-
-def _join(pieces: Sequence[str]) -> tuple[str, tuple[Span, ...]]:
-    """Return (joined text, spans of every second piece in it)."""
-    ends = list(itertools.accumulate(map(len, pieces)))
-    return "".join(pieces), tuple(zip(ends[::2], ends[1::2], strict=False))
+    contents: tuple[Span, ...]  # parts of the messages, in which special tokens written out are text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,7 +162,7 @@ class Turns:
         """Return the template in Jinja, for other programs. Unlike `write`, it accepts contents that contain `end`."""
         role = "('user' if message['role'] == 'tool' else message['role'])"  # as `spell_out` has it
         head, tail = DESCRIBED.split("{tools}")
-        return JINJA.substitute(
+        return string.Template(JINJA).substitute(
             begin=f"{{{{ {self.begin!r} }}}}" if self.begin else "",
             system=self._before("system"),
             head=repr(head),
@@ -234,14 +222,30 @@ class Jinja:
     specials: tuple[str, ...]  # texts of all special tokens
     tool_source: str = ""  # the template for conversations with tools, if that is another
 
-    def _text(
-        self, messages: Sequence[Message], tools: Sequence[Tool], *, prompt: bool = False
-    ) -> tuple[str, tuple[Span, ...]]:
-        """Return (rendered text, spans of its {% generation %} blocks)."""
-        given = {"messages": list(messages), "tools": list(tools) or None, "add_generation_prompt": prompt}
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool], *, prompt: bool = False) -> Written:
+        """Render messages with marks around special tokens in their contents, and take all marks out of the text.
+
+        The answers are the {% generation %} blocks. Raises `UserError` if the template loses marks.
+        """
+        pattern = match_specials(self.specials)
+        found = [(n, token) for n, m in enumerate(messages, 1) for token in pattern.findall(m["content"])]
+        marked = [m | {"content": pattern.sub(rf"{QUOTE}\g<0>{UNQUOTE}", m["content"])} for m in messages]
+        given = {"messages": marked, "tools": list(tools) or None, "add_generation_prompt": prompt, "documents": None}
         source = (tools and self.tool_source) or self.source
-        rendered = render_template(source, {**given, "documents": None, **self.tokens})
-        return _join(re.split(f"[{OPEN}{CLOSE}]", rendered))
+        text, places = "", {mark: list[int]() for mark in MARKS}
+        for piece in re.split(f"([{''.join(MARKS)}])", render_template(source, {**given, **self.tokens})):
+            if piece in places:
+                places[piece].append(len(text))
+            else:
+                text += piece
+        if found and not len(found) == len(places[QUOTE]) == len(places[UNQUOTE]):
+            number, token = found[0]
+            raise UserError(
+                f"message {number} has {token!r} in it, and its chat template rewrites contents, so that it cannot "
+                "be distinguished from the template's own: take it out"
+            )
+        answers = tuple(zip(places[OPEN], places[CLOSE], strict=False))
+        return Written(text=text, answers=answers, contents=tuple(zip(places[QUOTE], places[UNQUOTE], strict=False)))
 
     def write(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), prompt: bool = False) -> Written:
         """Render messages: see `Turns.write`.
@@ -252,17 +256,37 @@ class Jinja:
         spelled = json.dumps([*tools, *others], ensure_ascii=False)
         if token := next((token for token in self.specials if token in spelled), None):
             raise UserError(f"the tools or their calls have {token!r}, a special token: take it out")
-        text, answers = self._text(messages, tools, prompt=prompt)
-        if not answers and not prompt:
-            own = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
-            answers = tuple(self._answer(messages, tools, n, text) for n in own)
-        contents = self._find_contents(messages, tools, text, prompt)
-        return Written(text=text, answers=answers, contents=contents)
+        if tools or any(others):
+            self._check_tools(messages, tools, prompt)
+        written = self._render(messages, tools, prompt=prompt)
+        if written.answers or prompt:
+            return written
+        own = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        return dataclasses.replace(written, answers=tuple(self._answer(messages, tools, n, written.text) for n in own))
+
+    def _check_tools(self, messages: Sequence[Message], tools: Sequence[Tool], prompt: bool) -> None:
+        """Raise `UserError` for tools, calls and results that are not written, by rendering words in place of them."""
+        hidden, offered = json.loads(json.dumps([messages, tools]))  # nothing is shared, since it is changed
+        places = [(tool["function"], "name", "tools") for tool in offered]
+        for n, message in enumerate(hidden, 1):
+            calls = enumerate(message.get("tool_calls", ()), 1)
+            places += [(call["function"], "name", f"call {k} of message {n}") for k, call in calls]
+            if message["role"] == "tool":
+                places.append((message, "content", f"message {n}, the result of a tool"))
+        for number, (held, name, _) in enumerate(places):
+            held[name] = f"hidden_{number}_"
+        try:
+            text = self._render(hidden, offered, prompt=prompt).text
+        except UserError:  # the template inspects them
+            return
+        for number, (_, _, place) in enumerate(places):
+            if f"hidden_{number}_" not in text:
+                raise UserError(f"its chat template does not write {place}: leave it out, or give another template")
 
     def _answer(self, messages: Sequence[Message], tools: Sequence[Tool], number: int, text: str) -> Span:
         """Return the span that an answer adds to its prompt, up to a last special token followed only by whitespace."""
-        before, _ = self._text(messages[:number], tools, prompt=True)
-        after, _ = self._text(messages[: number + 1], tools)
+        before = self._render(messages[:number], tools, prompt=True).text
+        after = self._render(messages[: number + 1], tools).text
         shown = after.rstrip()
         end = len(shown if shown.endswith(self.specials) else after)
         if not (after.startswith(before) and text.startswith(after[:end])):
@@ -272,45 +296,6 @@ class Jinja:
                 "give conversations with one answer each"
             )
         return len(before), end
-
-    def _find_contents(
-        self, messages: Sequence[Message], tools: Sequence[Tool], text: str, prompt: bool
-    ) -> tuple[Span, ...]:
-        """Find what messages and calls say in the text, by rendering them again with words in their place.
-
-        Raises `UserError` for tools, calls and results that the template leaves out.
-        """
-        hidden, offered = json.loads(json.dumps([messages, tools]))  # nothing is shared, since it is changed
-        places = [(tool["function"], "name", "tools") for tool in offered]
-        for n, message in enumerate(hidden, 1):
-            calls = enumerate(message.get("tool_calls", ()), 1)
-            places += [(call["function"], "name", f"call {k} of message {n}") for k, call in calls]
-            needed = f"message {n}, the result of a tool" if message["role"] == "tool" else ""
-            places += [(message, "content", needed)] if message["content"] else []
-        words = dict[str, str]()  # word -> what it stands for
-        for held, name, _ in places:
-            word = f"hidden_{len(words)}_"
-            words[word], held[name] = held[name], word
-        try:
-            rendered, _ = self._text(hidden, offered, prompt=prompt)
-        except UserError:  # the template inspects them
-            rendered, places = "", []
-        for word, (_, _, needed) in zip(words, places, strict=False):
-            if needed and word not in rendered:
-                raise UserError(f"its chat template does not write {needed}: leave it out, or give another template")
-        pieces = re.split("(hidden_[0-9]+_)", rendered)
-        for trimmed in (str, str.strip, str.rstrip, str.lstrip):  # what templates do to contents
-            filled, spans = _join([trimmed(words[piece]) if piece in words else piece for piece in pieces])
-            if filled == text:
-                return spans
-        contents = [message["content"] for message in messages]
-        for number, content in enumerate(contents, 1):
-            if token := next((s for s in self.specials if s in content), None):
-                raise UserError(
-                    f"message {number} has {token!r} in it, and its chat template rewrites contents, so that it cannot "
-                    "be distinguished from the template's own: take it out"
-                )
-        return ()
 
     def config(self) -> dict[str, Any]:
         """Return the entries of tokenizer_config.json."""
@@ -336,7 +321,7 @@ def find_template(tokenizer: Tokenizer, directory: Path | None, *, is_own: bool 
         return _choose_turns(tokenizer)
     source, tool_source = named.get("default", OPEN), named.get("tool_use", "")
     for text in (source, tool_source):
-        if not isinstance(text, str) or OPEN in text or CLOSE in text:
+        if not isinstance(text, str) or any(mark in text for mark in MARKS):
             raise UserError(
                 f"the chat_template in {directory} is damaged: it must be a text, or a list with one named default"
             )
@@ -454,3 +439,9 @@ def list_plain_characters() -> str:
 def index_specials(tokenizer: Tokenizer) -> dict[int, str]:
     """Return the text of each special token by id."""
     return {i: token for token, i in tokenizer.specials.items()}
+
+
+@functools.lru_cache(maxsize=4)
+def match_specials(specials: tuple[str, ...]) -> re.Pattern[str]:
+    """Return the pattern of special tokens, the longest first, or one that matches nothing."""
+    return re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or "(?!)")

@@ -99,11 +99,25 @@ def test_a_special_token_that_takes_spaces_in_may_take_those_of_a_content():
     assert (ids == end).sum() == 2 and ids[answers][-1] == end
 
 
-def test_where_a_template_rewrites_contents_its_tokens_are_refused_in_them():
-    found = template("dated", TOKENIZERS["bytes"])
-    with pytest.raises(UserError, match=r"message 1 has '<\|im_end\|>' in it, and its chat template rewrites contents"):
-        found.write(user("say <|im_end|>\n", "no"))
-    found.write(user("say im_end\n", "no"))
+@pytest.mark.parametrize(
+    ("rewritten", "kept"),
+    [("{'text': m.content} | tojson", True), ("m.content.split('<|im_end|>')[-1]", False), ("[m.content]", False)],
+)
+def test_where_a_template_loses_track_of_contents_its_tokens_are_refused_in_them(rewritten, kept):
+    tokenizer = TOKENIZERS["bytes"]
+    source = "{% for m in messages %}<|user|>{{ " + rewritten + " }}<|end|>{% endfor %}"
+    found = Jinja(source=source, tokens={}, specials=tuple(tokenizer.specials))
+    messages = user('say <|im_end|> "now"\n<|end|>')
+    if kept:
+        ids, _ = tokenise(found.write(messages, prompt=True), tokenizer)
+        assert tokenizer.specials["<|im_end|>"] not in ids and (ids == tokenizer.specials["<|end|>"]).sum() == 1
+        assert tokenizer.decode(ids) == "<|user|>" + json.dumps({"text": messages[0]["content"]}) + "<|end|>"
+    else:
+        with pytest.raises(
+            UserError, match=r"message 1 has '<\|im_end\|>' in it, and its chat template rewrites contents"
+        ):
+            found.write(messages, prompt=True)
+    found.write(user("say im_end\n"), prompt=True)
 
 
 def test_the_plain_template_is_for_every_tokenizer():
@@ -139,7 +153,8 @@ def test_our_templates_are_the_same_in_jinja(kind, messages):
     for prompt in (False, True):
         found, expected = theirs.write(messages, prompt=prompt), ours.write(messages, prompt=prompt)
         assert (found.text, found.answers) == (expected.text, expected.answers)
-        assert set(found.contents) == {(a, b) for a, b in expected.contents if a < b}
+        for x, y in zip(tokenise(found, tokenizer), tokenise(expected, tokenizer), strict=True):
+            np.testing.assert_array_equal(x, y)
     assert find_end_of_turn(theirs, tokenizer) == find_end_of_turn(ours, tokenizer)
 
 
