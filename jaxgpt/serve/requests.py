@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -10,6 +9,8 @@ import re
 import secrets
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, TypeVar
+
+import jax
 
 from jaxgpt.config.serialize import suggest
 from jaxgpt.config.validate import Interval, check_value, field_hints, short
@@ -20,6 +21,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json
 from jaxgpt.run import Run
 from jaxgpt.sample import Sampling
+from jaxgpt.sample.engine import Request, prompt_keys
 from jaxgpt.sample.grammar import JSON, Grammar, check_integers, compile_grammar
 from jaxgpt.sample.programs import MAX_TOP, check_ids
 
@@ -212,16 +214,9 @@ def _read_biases(value: Any) -> tuple[tuple[int, float], ...]:
 class Row:
     """One choice to generate."""
 
-    index: int  # position in its request
-    prompt: tuple[int, ...]
+    index: int  # position in the request of the client
+    request: Request  # what the engine is asked. max_new_tokens of 0 asks only for the scores of the prompt
     text: str | None = None  # the text that was encoded as the prompt. None if ids or messages were given
-    seed: int
-    earlier: int = 0  # equal prompts before it in its request, which draw differently
-    max_new_tokens: int  # 0 asks only for the scores of the prompt
-    sampling: Sampling
-    stop_tokens: tuple[int, ...] = ()
-    top_logprobs: int | None = None  # alternatives of each token. None means no log-probabilities
-    grammar: Grammar | None = None
     offer: Offer | None = None
     is_scored: bool = False  # whether the prompt's log-probabilities are needed
     is_finished: bool = False  # written by the event loop, read by the scheduler's thread
@@ -304,25 +299,20 @@ class Served:
                     check_integers(tool["function"].get("parameters"), tool["function"]["name"])
                 grammar = compile_grammar(self.run.tokenizer, calls=offer.grammar(JSON))
         seed = secrets.randbits(32) if p.seed is None else p.seed
-        rows, earlier = [], collections.Counter[object]()
-        for text, ids in prompts:
-            for _ in range(p.n):
-                row = Row(
-                    index=len(rows),
-                    prompt=ids,
-                    text=text,
-                    seed=seed,
-                    earlier=earlier[ids],
-                    max_new_tokens=min(length, self.block_size),
-                    sampling=p.sampling,
-                    stop_tokens=(*(() if p.ignore_eos else own), *p.stop_token_ids),
-                    top_logprobs=top,
-                    grammar=grammar,
-                    offer=offer,
-                    is_scored=is_scored,
-                )
-                earlier[ids] += 1
-                rows.append(row)
+        each = [(text, ids) for text, ids in prompts for _ in range(p.n)]
+        stop_tokens, rows = (*(() if p.ignore_eos else own), *p.stop_token_ids), []
+        keys = prompt_keys(jax.random.key(seed), [ids for _, ids in each])
+        for (text, ids), key in zip(each, keys, strict=True):
+            request = Request(
+                prompt=ids,
+                key=key,
+                max_new_tokens=min(length, self.block_size),
+                sampling=p.sampling,
+                stop_tokens=stop_tokens,
+                top_logprobs=top,
+                grammar=grammar,
+            )
+            rows.append(Row(index=len(rows), request=request, text=text, offer=offer, is_scored=is_scored))
         return rows
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ class Choice:
         self.num_tokens = self.num_cached = 0  # tokens generated, and tokens of the prompt that were not computed again
         self._served, self._has_many_calls = served, p.parallel_tool_calls
         self._echo = isinstance(p, CompletionParameters) and p.echo  # the prompt is the beginning of the text
-        context = () if row.text == "" else row.prompt
+        context = () if row.text == "" else row.request.prompt
         self._detokenizer = Detokenizer(served.run.tokenizer, p.stop, context)
         self._places = Detokenizer(served.run.tokenizer, (), context)  # without stop strings: no text is held back
         self._read = 0  # characters of all tokens so far, perhaps more than the text has
@@ -64,7 +64,7 @@ class Choice:
             text, tokens = self._repeat_prompt(update.prompt)
             self._read = len(text)
         for number, i in enumerate(piece.tokens):
-            if self.row.top_logprobs is not None:
+            if self.row.request.top_logprobs is not None:
                 self._held.append(self._token(i, self._read, piece.logprobs[number], piece.top[number]))
                 self._read += len(self._places.push([i]))
             text += self._detokenizer.push([i])
@@ -97,7 +97,7 @@ class Choice:
         return self.content[before:]
 
     def _repeat_prompt(self, scores: PromptScores | None) -> tuple[str, list[Token]]:
-        tokenizer, ids, text = self._served.run.tokenizer, self.row.prompt, self.row.text
+        tokenizer, ids, text = self._served.run.tokenizer, self.row.request.prompt, self.row.text
         places, offsets, read = Detokenizer(tokenizer), [], 0
         own = len(ids) if text is None else min(len(ids), len(tokenizer.encode(text)))  # the others are a prefix
         for i in ids[len(ids) - own :]:
@@ -107,7 +107,7 @@ class Choice:
         if scores is None:
             return text, []
         offsets = [min(offset, len(text)) for offset in [0] * (len(ids) - own) + offsets]
-        rows, most = zip(ids, offsets, scores.logprobs, scores.top, strict=True), self.row.top_logprobs
+        rows, most = zip(ids, offsets, scores.logprobs, scores.top, strict=True), self.row.request.top_logprobs
         return text, [self._token(i, offset, logprob, best[:most]) for i, offset, logprob, best in rows]
 
     def _token(self, i: int, offset: int, logprob: float, top: Sequence[tuple[int, float]]) -> Token:
@@ -167,7 +167,7 @@ class Answer:
         metrics.cached_tokens.inc(self.usage()["prompt_tokens_details"]["cached_tokens"])
         if log is not None:
             for choice in self._choices:
-                prompt = self._served.run.tokenizer.decode(choice.row.prompt)
+                prompt = self._served.run.tokenizer.decode(choice.row.request.prompt)
                 log(f"{time.strftime('%H:%M:%S')} {prompt!r} -> {choice.text!r}")
 
     async def events(self, deltas: Deltas) -> AsyncIterator[bytes]:
@@ -216,7 +216,7 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         """Return the numbers of tokens so far."""
         each = self._choices[:: self.parameters.n]  # each prompt once
-        prompt = sum(len(choice.row.prompt) for choice in each)
+        prompt = sum(len(choice.row.request.prompt) for choice in each)
         completion = sum(choice.num_tokens for choice in self._choices)
         usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         return usage | {"prompt_tokens_details": {"cached_tokens": sum(choice.num_cached for choice in each)}}
@@ -230,7 +230,7 @@ class Answer:
         `top_token` have all alternatives, best first.
         """
         logprobs: dict[str, Any] | None = None
-        top = choice.row.top_logprobs  # 0 wants the tokens' own
+        top = choice.row.request.top_logprobs  # 0 wants the tokens' own
         if tokens is not None and top is not None and self._is_chat:
             entries = [
                 _entry(token.text, token.logprob) | {"top_logprobs": [_entry(text, p) for _, text, p in token.top]}

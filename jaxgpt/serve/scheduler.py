@@ -1,4 +1,4 @@
-"""Decode in a thread: a bounded queue of rows in, updates out. All of JAX's work for requests is done here.
+"""Decode in a thread: a bounded queue of rows in, updates out. All of JAX's work for requests but their keys is done here.
 
 In every turn its loop takes cancellations, scores at most one prompt, fills free slots, and decodes one burst. A client
 thus waits for another by at most one burst and one prompt.
@@ -16,11 +16,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import jax
 import prometheus_client
 
 from jaxgpt.errors import UserError
-from jaxgpt.sample.engine import Engine, Piece, Request, prompt_key
+from jaxgpt.sample.engine import Engine, Piece
 from jaxgpt.sample.score import PromptScores
 from jaxgpt.serve.requests import RequestError, Row
 
@@ -167,12 +166,12 @@ class Scheduler:
                     return
                 row, deliver = self.waiting.popleft()
             try:
-                if row.is_scored or not row.max_new_tokens:
-                    scores, has_scored = self._score(row.prompt) if row.is_scored else None, row.is_scored
-                    nothing = Piece(-1, [], [], [], None if row.max_new_tokens else "length")
+                if row.is_scored or not row.request.max_new_tokens:
+                    scores, has_scored = self._score(row.request.prompt) if row.is_scored else None, row.is_scored
+                    nothing = Piece(-1, [], [], [], None if row.request.max_new_tokens else "length")
                     deliver(Update(row, nothing, prompt=scores))
-                if row.max_new_tokens:
-                    self.running[self._engine.submit(make_request(row))] = row, deliver
+                if row.request.max_new_tokens:
+                    self.running[self._engine.submit(row.request)] = row, deliver
             except UserError as e:
                 deliver(e)
 
@@ -186,16 +185,3 @@ class Scheduler:
             if piece.finish is not None:
                 del self.running[piece.slot]
             deliver(Update(row, piece, self._engine.cached_tokens(piece.slot)))
-
-
-def make_request(row: Row) -> Request:
-    """Return what the engine is asked. The key is as in a batch with the equal prompts before it."""
-    return Request(
-        prompt=row.prompt,
-        key=prompt_key(jax.random.key(row.seed), row.prompt, earlier=row.earlier),
-        max_new_tokens=row.max_new_tokens,
-        sampling=row.sampling,
-        stop_tokens=row.stop_tokens,
-        top_logprobs=row.top_logprobs,
-        grammar=row.grammar,
-    )

@@ -30,15 +30,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from jaxgpt.errors import UserError, reason_of
 from jaxgpt.files import render_json
 from jaxgpt.run import Run
-from jaxgpt.sample import Sampling
-from jaxgpt.sample.engine import Engine
+from jaxgpt.sample.engine import Engine, prompt_key
 from jaxgpt.sample.programs import MAX_TOP
 from jaxgpt.sample.score import PromptScores, prompt_widths, score_prompt
 from jaxgpt.serve import ServeOptions
 from jaxgpt.serve.app import GRACE, make_app
-from jaxgpt.serve.requests import MAX_STOP_TOKENS, RequestError, Row, Served
+from jaxgpt.serve.requests import MAX_STOP_TOKENS, RequestError, Served
 from jaxgpt.serve.responses import refuse, render_event
-from jaxgpt.serve.scheduler import Scheduler, make_request
+from jaxgpt.serve.scheduler import Scheduler
 
 LARGEST_BODY = 2**20  # bytes
 BODY_TIMEOUT = 10.0  # seconds for the body
@@ -87,7 +86,7 @@ def make_server(
         start = time.perf_counter()
         engine.warm_up(begin)
         begin("the key of a row")
-        make_request(Row(index=0, prompt=(0,), seed=0, max_new_tokens=1, sampling=Sampling()))
+        prompt_key(jax.random.key(0), (0,))
         for width in prompt_widths(model):
             begin(f"the scores of a prompt of {width} tokens")
             score([0] * width)
