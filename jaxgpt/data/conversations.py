@@ -218,15 +218,15 @@ class Conversations(Split):
     # by arithmetic.
     @functools.cached_property
     def _packing(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (conversations, longest first), (ranks in that order, sorted by row) and (end of each row in the ranks)."""
+        """Return (conversations, longest first), (ranks in that order, sorted by row) and (bounds of the rows in these)."""
         longest_first = np.argsort(-self.sizes, kind="stable")
         row_N = pack_best_fit(self.sizes[longest_first], self.block_size)
-        return longest_first, np.argsort(row_N, kind="stable"), np.cumsum(np.bincount(row_N))
+        return longest_first, np.argsort(row_N, kind="stable"), np.append(0, np.cumsum(np.bincount(row_N)))
 
     @property
     def rows(self) -> int:
         """Return the number of rows of an epoch."""
-        return len(self._packing[2])
+        return len(self._packing[2]) - 1
 
     @property
     def filled(self) -> float:
@@ -234,8 +234,8 @@ class Conversations(Split):
         return float(self.sizes.sum()) / (self.rows * self.block_size)
 
     def _members(self, longest_first: np.ndarray, row: int) -> np.ndarray:
-        _, by_row, ends = self._packing
-        return longest_first[by_row[ends[row - 1] if row else 0 : ends[row]]]
+        _, by_row, bounds = self._packing
+        return longest_first[by_row[bounds[row] : bounds[row + 1]]]
 
     def training_rows(self, *, block_size: int, seed: int) -> RowReader:
         """Return the reader of packed rows, each conversation once per epoch: see `pipeline.Split`."""

@@ -12,10 +12,7 @@ CITY = {
 }
 CITY |= {"required": ["city", "days"], "additionalProperties": False}
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Tell it.", "parameters": CITY}}
-RIDE = {
-    "type": "function",
-    "function": {"name": "ride", "parameters": {"type": "object", "properties": {}}},
-}
+RIDE = {"type": "function", "function": {"name": "ride", "parameters": {"type": "object", "properties": {}}}}
 ADDED = '<tool_call>\n{"name": "ride", "arguments": {}}\n</tool_call>'
 
 
