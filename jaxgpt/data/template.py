@@ -27,6 +27,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -58,28 +59,10 @@ DEFAULTS = {
     "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
 }
 SECONDS = 10.0  # the longest that a template may take for one conversation
-CONTENT = r"""
-{% if message['content'] is string %}{{ message['content'] }}{% elif message['content'] %}
-{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{% endif %}
-"""
-# `Turns` in Jinja, in which $ stands before what varies. Line breaks are only in Python: some programs would drop one
-# that follows a block, others not.
-JINJA = r"""
-$begin{% if tools %}$system{{ $head }}
-{% for tool in tools %}{{ tool | tojson }}{{ '' if loop.last else '\n' }}{% endfor %}
-{{ $tail }}$end{{ '\n' }}{% endif %}
-{% for message in messages %}$turn
-{% if message['role'] == 'assistant' %}{% generation %}$content
-{% for call in message['tool_calls'] or [] %}{% set call = call['function'] %}
-{{ '\n' if message['content'] or not loop.first else '' }}{{ '<tool_call>\n{"name": ' }}
-{{ call['name'] | tojson }}, "arguments": {% if call['arguments'] is string %}{{ call['arguments'] }}
-{% else %}{{ call['arguments'] | tojson }}{% endif %}{{ '}\n</tool_call>' }}{% endfor %}
-$end{% endgeneration %}
-{% elif message['role'] == 'tool' %}{{ '<tool_response>\n' }}$content{{ '\n</tool_response>' }}
-$end{% else %}$content$end{% endif %}{{ '\n' }}{% endfor %}
-{% if add_generation_prompt %}$assistant{% endif %}
-"""
-JINJA = JINJA.replace("$content", CONTENT).replace("\n", "")
+CONTENT = (  # of a message, in Jinja: a text, or a list of parts
+    "{% if message['content'] is string %}{{ message['content'] }}{% elif message['content'] %}"
+    "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{% endif %}"
+)
 
 
 def check_message(message: Any, where: str) -> Message:
@@ -162,7 +145,10 @@ class Turns:
         """Return the template in Jinja, for other programs. Unlike `write`, it accepts contents that contain `end`."""
         role = "('user' if message['role'] == 'tool' else message['role'])"  # as `spell_out` has it
         head, tail = DESCRIBED.split("{tools}")
-        return string.Template(JINJA).substitute(
+        lines = resources.files("jaxgpt.data").joinpath("turns.jinja").read_text(encoding="utf-8").splitlines()
+        # No newline follows a block: some programs would drop it, others not.
+        return string.Template("".join(line.strip() for line in lines)).substitute(
+            content=CONTENT,
             begin=f"{{{{ {self.begin!r} }}}}" if self.begin else "",
             system=self._before("system"),
             head=repr(head),

@@ -144,8 +144,6 @@ def test_our_templates_are_the_same_in_jinja(kind, messages):
     for prompt in (False, True):
         found, expected = theirs.write(messages, prompt=prompt), ours.write(messages, prompt=prompt)
         assert (found.text, found.answers) == (expected.text, expected.answers)
-        for x, y in zip(tokenise(found, tokenizer), tokenise(expected, tokenizer), strict=True):
-            np.testing.assert_array_equal(x, y)
     assert find_end_of_turn(theirs, tokenizer) == find_end_of_turn(ours, tokenizer)
 
 

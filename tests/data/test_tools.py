@@ -84,10 +84,6 @@ def test_a_growing_answer_is_held_only_where_a_call_may_begin():
     assert offer_tools(TOOLS, "required", CHATML.write).hold("ab") == 0
 
 
-def test_a_choice_of_none_offers_nothing():
-    assert offer_tools(TOOLS, "none", CHATML.write) is None and offer_tools((), None, CHATML.write) is None
-
-
 @pytest.mark.parametrize("source", ["{{ messages[0].content }}", MARKED.replace("| tojson }}}", "| length }}}")])
 def test_a_template_without_calls_in_json_is_refused(source):
     with pytest.raises(UserError, match="writes no calls|does not write tools"):
