@@ -1,9 +1,10 @@
-"""List all runs below a directory. No jax is imported, so that hundreds are listed in less than a second."""
+"""List all runs below a directory, without a device."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import operator
 import os
 import shutil
@@ -13,15 +14,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from jaxgpt.errors import UserError, first_line, reason_of, shell_line
 from jaxgpt.files import Result, is_there, read_json
 from jaxgpt.model import GPTConfig
+from jaxgpt.parallel import limits
 from jaxgpt.runs.directory import RunMetadata, is_training, read_metadata
 from jaxgpt.runs.metrics import finite_values, parse_metrics
 
 LARGEST_SUMMARY = 2**26  # longest summary.json to read, in bytes
 LARGEST_FIRST = ("size", "tokens", "speed", "date")
-SUFFIXES = {"k": 1e3, "M": 1e6, "B": 1e9}
+SUFFIXES = [(1e9, "B"), (1e6, "M"), (1e3, "k")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,29 +141,15 @@ def _status(metadata: RunMetadata, lines: list[dict[str, Any]], step: int) -> st
     return "complete" if (metadata.directory / "checkpoints" / str(steps)).is_dir() else "interrupted"
 
 
+@functools.cache
 def count_parameters(config: GPTConfig) -> int:
     """Return the number of parameters of a model, without adapters. Needs `config.vocab_size`.
 
-    By arithmetic: to trace the models of two hundred runs would take minutes.
+    One layer is traced for all, which have equal shapes, and no device is needed.
     """
-    c, shape = config, config.shape
-    assert c.vocab_size
-
-    def dense(inputs: int, outputs: int, bias: bool | None) -> int:
-        return inputs * outputs + (outputs if bias else 0)
-
-    norm = c.n_embd * (2 if c.norm == "layernorm" and c.bias else 1)
-    norms = 2 if c.norm_position == "sandwich" else 1  # norms of each branch
-    last_norm = 0 if c.norm_position == "post" else norm
-    queries, keys = c.n_head * shape.head_dim, shape.n_kv_head * shape.head_dim
-    attention = dense(c.n_embd, queries, shape.qkv_bias) + 2 * dense(c.n_embd, keys, shape.qkv_bias)
-    attention += dense(queries, c.n_embd, shape.out_bias)
-    if c.qk_norm:
-        attention += queries + keys if c.qk_norm_over == "heads" else 2 * shape.head_dim
-    mlp = (2 if c.gated else 1) * dense(c.n_embd, shape.mlp_dim, c.bias) + dense(shape.mlp_dim, c.n_embd, c.bias)
-    block = attention + mlp + 2 * norms * norm
-    count = c.vocab_size * c.n_embd * (1 if c.tie_embeddings else 2) + c.n_layer * block + last_norm
-    return count + (c.block_size * c.n_embd if c.position == "learned" else 0)
+    model = dataclasses.replace(config, scan_layers=True, global_every=None).make_model()
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
+    return limits.count_parameters(shapes["params"])
 
 
 def sort_rows(rows: Sequence[Row], field: str) -> list[Row]:
@@ -167,34 +161,34 @@ def sort_rows(rows: Sequence[Row], field: str) -> list[Row]:
 
 def format_rows(rows: Sequence[Row], width: int | None) -> str:
     """Return the table as lines of text, folded to a width in columns if there is one."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
+    has_reward = any(row.reward is not None for row in rows)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("run", overflow="fold", min_width=12)
-    rewards = ["reward"] if any(row.reward is not None for row in rows) else []
-    for name in ("size", "tokens", "loss", *rewards, "tokens/s"):
+    for name in ("size", "tokens", "loss", *(["reward"] if has_reward else []), "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name in ("date", "status"):
-        table.add_column(name, no_wrap=True)
+    table.add_column("date", no_wrap=True)
+    table.add_column("status", no_wrap=True)
     table.add_column("verdict", min_width=12)
     for row in rows:
         reached = f" {row.step}/{row.steps}" if row.status in ("training", "interrupted", "diverged") else ""
-        loss, speed = ("" if row.loss is None else f"{row.loss:.4f}", "" if row.speed is None else f"{row.speed:,.0f}")
-        reward = ["" if row.reward is None else f"{row.reward:.4f}"] if rewards else []
-        cells = [row.name, _shorten(row.size), _shorten(row.tokens), loss, *reward, speed, (row.date or "")[:10]]
-        texts = (*cells, row.status + reached, row.problem or row.verdict or "")
-        table.add_row(*(Text(text if text.isprintable() else repr(text)) for text in texts))
+        numbers = [_shorten(row.size), _shorten(row.tokens), _format(row.loss, ".4f")]
+        rewards = [_format(row.reward, ".4f")] if has_reward else []
+        cells = [row.name, *numbers, *rewards, _format(row.speed, ",.0f"), (row.date or "")[:10]]
+        cells += [row.status + reached, row.problem or row.verdict or ""]
+        table.add_row(*(Text(cell if cell.isprintable() else repr(cell)) for cell in cells))
     console = Console(width=width or 10_000, color_system=None)
     with console.capture() as capture:
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
+def _format(number: float | None, form: str) -> str:
+    return "" if number is None else format(number, form)
+
+
 def _shorten(number: int | None) -> str:
     """Return a count with four digits: 9,999 as it is, 124.4M."""
     if number is None or number < 10_000:
-        return "" if number is None else f"{number:,}"
-    name, factor = max(((n, f) for n, f in SUFFIXES.items() if f <= number), key=lambda pair: pair[1])
+        return _format(number, ",")
+    factor, name = next((factor, name) for factor, name in SUFFIXES if factor <= number)
     return f"{number / factor:.4g}{name}"

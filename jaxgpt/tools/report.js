@@ -1,6 +1,7 @@
 // The report page: losses, samples, speed and configuration of a run.
 
 const s = data.summary;
+const SPEED = ["tokens_per_second", "grad_norm", "learning_rate"]; // metrics of the section on speed
 
 // About n round numbers from low to high.
 function ticks(low, high, n) {
@@ -56,16 +57,23 @@ function curves(label, unit, series, { height = 320, from = null } = {}) {
 }
 
 function losses() {
-  const rows = data.validation.map(([step, loss]) => [step.toLocaleString("en"), number(loss, 5)]);
+  const { loss = [], val_loss = [] } = data.curves;
+  const others = Object.entries(data.curves).filter(([name]) => !["loss", "val_loss", ...SPEED].includes(name));
+  const rows = val_loss.map(([step, loss]) => [step.toLocaleString("en"), number(loss, 5)]);
   return section("losses", "Losses",
     h("p", { id: "verdict" }, h("b", {}, "Verdict: "), `${s.verdict}.`),
     s.skipped_steps.length ? h("p", {}, `Skipped steps: ${s.skipped_steps.slice(0, 20).join(", ")}.`) : null,
     curves("training and validation loss by step; the table below lists the validation losses", data.unit, [
-      { name: "training, per batch", points: data.training, color: "var(--cool)", thin: true },
-      { name: "validation", points: data.validation, color: "var(--accent)", dots: true },
+      { name: "training, per batch", points: loss, color: "var(--cool)", thin: true },
+      { name: "validation", points: val_loss, color: "var(--accent)", dots: true },
     ]),
     h("details", {}, h("summary", {}, "validation losses"), table(`${data.unit}, over the validation split`, ["step", "loss"], rows)),
-    ...data.metrics.flatMap(([name, points]) => [h("h3", {}, name), curves(`${name} by step`, name, [{ name, points, color: "var(--accent)", thin: true }], { height: 180 })]));
+    ...others.flatMap(([name, points]) => plot(name, points)));
+}
+
+// A small chart of one metric with its name as the heading.
+function plot(name, points, options = {}) {
+  return [h("h3", {}, name), curves(`${name} by step`, name, [{ name, points, color: "var(--accent)", thin: true }], { height: 180, ...options })];
 }
 
 function samples() {
@@ -80,10 +88,7 @@ function speed() {
   const rate = (x) => (x === null ? "–" : Math.round(x).toLocaleString("en"));
   return section("speed", "Speed",
     h("p", {}, `${rate(t.tokens_per_second)} tokens per second (median; ${rate(t.least)} to ${rate(t.most)}); ${t.mfu === null ? "MFU unknown on this device" : `MFU ${percent(t.mfu)}`}; ${t.seconds === null ? "–" : Math.round(t.seconds).toLocaleString("en")} s in total, on ${s.device}.`),
-    curves("tokens per second by step", "tokens per second", [{ name: "tokens per second", points: data.rates, color: "var(--accent)" }], { height: 220, from: 0 }),
-    h("h3", {}, "Gradient norm and learning rate"),
-    curves("gradient norm by step", "norm", [{ name: "gradient norm", points: data.grad_norms, color: "var(--hot)", thin: true }], { height: 200, from: 0 }),
-    curves("learning rate by step", "learning rate", [{ name: "learning rate", points: data.learning_rates, color: "var(--accent)" }], { height: 160, from: 0 }));
+    ...SPEED.flatMap((name) => plot(name.replaceAll("_", " "), data.curves[name] || [], { from: 0 })));
 }
 
 function configuration() {

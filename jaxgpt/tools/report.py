@@ -22,15 +22,7 @@ from jaxgpt.runs.metrics import finite_values, read_metrics
 from jaxgpt.tools.html_page import Arrays, render_html, round_numbers
 
 RISE = 0.01  # relative rise above the best validation loss that counts as worse
-# Curves of the page, and their names in metrics.jsonl.
-CURVES = {
-    "training": "loss",
-    "validation": "val_loss",
-    "rates": "tokens_per_second",
-    "learning_rates": "learning_rate",
-    "grad_norms": "grad_norm",
-}
-OTHERS = {"step", "tokens", "mfu", "seconds", "skipped", "val_losses", *CURVES.values()}  # no metrics of an objective
+UNPLOTTED = {"step", "tokens", "mfu", "seconds", "skipped", "val_losses"}  # what a line of the log has, and no curve
 
 
 def report(run: str | Path | None, *, out: str | None = None, force: bool = False, tokens: Size = 200) -> Result:
@@ -58,56 +50,56 @@ def report(run: str | Path | None, *, out: str | None = None, force: bool = Fals
 def make_report(run: Run, *, tokens: int = 200) -> tuple[dict[str, Any], str]:
     """Return (the content of `summary.json`, the HTML page) of a run: see `report`."""
     lines = read_metrics(run.directory / "metrics.jsonl")
-    curves = {  # (step, value). null, which was not finite, becomes nan
-        curve: [(line["step"], math.nan if line[name] is None else line[name]) for line in lines if name in line]
-        for curve, name in CURVES.items()
-    }
-    names = dict.fromkeys(name for line in lines for name in line if name not in OTHERS)
-    metrics = {name: finite_values(lines, name) for name in names}
-    training, validation = curves["training"], curves["validation"]
-    finite = [(loss, step) for step, loss in validation if math.isfinite(loss)]
-    learning, since = judge_learning(validation, training)
-    verdict = f"{learning} from the start" if since is None else f"{learning} since step {since:,}"
-    best, at = min(finite, default=(None, None))
-    rates = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
+    names = dict.fromkeys(name for line in lines for name in line if name not in UNPLOTTED)
+    curves = {name: finite_values(lines, name) for name in names}
+    validation, rates = curves.get("val_loss", []), [rate for _, rate in curves.get("tokens_per_second", [])]
+    best, at = min(((loss, step) for step, loss in validation), default=(None, None))
+    seconds, mfus = finite_values(lines, "seconds"), finite_values(lines, "mfu")
     summary: dict[str, Any] = {
         "run": str(run.directory),
         "experiment": run.experiment.name,
-        "verdict": {"yes": "learning", "unknown": "too few validations to judge"}.get(learning, verdict),
-        "judged": {"learning": learning, "learning_since": since},
+        "verdict": _describe(*judge_learning(_every_loss(lines, "val_loss"), _every_loss(lines, "loss"))),
         "steps": {"planned": run.experiment.train.steps, "logged": max((line["step"] for line in lines), default=0)},
-        "validation_loss": {"best": best, "at": at, "last": finite[-1][0] if finite else None},
-        "training_loss": training[-1][1] if training and math.isfinite(training[-1][1]) else None,
-        "reward": metrics["reward"][-1][1] if metrics.get("reward") else None,
+        "validation_loss": {"best": best, "at": at, "last": validation[-1][1] if validation else None},
         "skipped_steps": [line["step"] for line in lines if "skipped" in line],
         "throughput": {
             "tokens_per_second": float(np.median(rates)) if rates else None,
             "least": min(rates, default=None),
             "most": max(rates, default=None),
-            "mfu": next((line["mfu"] for line in reversed(lines) if line.get("mfu") is not None), None),
-            "seconds": max((line["seconds"] for line in lines if line.get("seconds")), default=None),
+            "mfu": mfus[-1][1] if mfus else None,
+            "seconds": max((value for _, value in seconds), default=None),
         },
         "parameters": count_parameters(run.model.shapes()),
         "device": run.metadata.device,
         "samples": _sample_checkpoints(run, check_count("tokens", tokens)),
-        "configuration": to_dict(run.experiment),
     }
+    configuration = to_dict(run.experiment)
     changed = differences(run.experiment, Experiment(name=run.experiment.name))
     data: dict[str, Any] = {
         "title": f"Report of {run.experiment.name}",
-        "summary": {name: x for name, x in summary.items() if name != "configuration"},
+        "summary": summary,
         "unit": run.experiment.objective.unit,
-        "metrics": [[name, [[step, round_numbers(x, 6)] for step, x in points]] for name, points in metrics.items()],
+        "curves": {name: [[step, round_numbers(x, 6)] for step, x in curve] for name, curve in curves.items()},
+        "configuration": [
+            [f"{part}.{name}", value, f"{part}.{name}" in changed]
+            for part, values in configuration.items()
+            if isinstance(values, dict)
+            for name, value in values.items()
+        ],
     }
-    for curve, points in curves.items():
-        data[curve] = [[step, round_numbers(x, 6)] for step, x in points if not math.isnan(x)]
-    data["configuration"] = [
-        [f"{part}.{name}", value, f"{part}.{name}" in changed]
-        for part, values in summary["configuration"].items()
-        if isinstance(values, dict)
-        for name, value in values.items()
-    ]
-    return summary, render_html(["report"], data, Arrays())
+    return summary | {"configuration": configuration}, render_html(["report"], data, Arrays())
+
+
+def _every_loss(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    """Return (step, loss) of each line that has this loss, nan where the log has null for one that was not finite."""
+    return [(line["step"], math.nan if line[name] is None else line[name]) for line in lines if name in line]
+
+
+def _describe(learning: str, since: int | None) -> str:
+    """Return what `judge_learning` found, in words."""
+    if learning in ("over-fitting", "diverging"):
+        return f"{learning} from the start" if since is None else f"{learning} since step {since:,}"
+    return {"yes": "learning", "unknown": "too few validations to judge"}[learning]
 
 
 def judge_learning(
@@ -159,6 +151,5 @@ def _sample_checkpoints(run: Run, tokens: int) -> list[dict[str, Any]]:
             text = at_step.sample(prompt, max_new_tokens=tokens, seed=0, chat=run.experiment.data.is_chat)
         except UserError as e:  # a damaged checkpoint, or a prompt that the tokenizer cannot encode
             text = f"({e})"
-        val_loss = run.val_loss if step == run.step else None
-        samples.append({"step": step, "prompt": prompt, "text": text, "val_loss": val_loss})
+        samples.append({"step": step, "prompt": prompt, "text": text})
     return samples

@@ -242,7 +242,7 @@ def test_a_run_logs_its_rewards_and_is_replayed_and_audited(trained, lab):
     on_text = evaluate_run(run, str(lab / "text.txt"))
     assert on_text["unit"] == "nats per token" and on_text["perplexity"] == np.exp(on_text["loss"])
     page = make_report(run, tokens=1)[1]
-    for said in ('"unit": "share of wrong answers"', '["reward", [[1, ', '["entropy", [[1, ', '["length", [[1, '):
+    for said in ('"unit": "share of wrong answers"', '"reward": [[1, ', '"entropy": [[1, ', '"length": [[1, '):
         assert said.replace(" ", "") in page.replace(" ", ""), said
     (row,) = read_rows(trained.parent)
     assert row.reward == lines[-1]["reward"] and f"{row.reward:.4f}" in format_rows([row], None)
