@@ -98,17 +98,19 @@ def _read_run(directory: Path) -> Row:
     lines, problem = parse_metrics(log)
     written = max(path.stat().st_mtime for path in (directory / "experiment.json", log) if path.exists())
     config, is_imported = metadata.experiment.train, metadata.imported is not None
-    step, rates = max((line["step"] for line in lines), default=0), finite_values(lines, "tokens_per_second")
+    step = max((line["step"] for line in lines), default=0)
+    names = ("val_loss", "reward", "tokens_per_second")
+    losses, rewards, rates = ([value for _, value in finite_values(lines, name)] for name in names)
     return Row(
         name=str(directory),
         status="damaged" if problem else _status(metadata, lines, step),
         step=None if is_imported else step,
         steps=None if is_imported else config.steps,
-        size=None if metadata.model.is_foreign else count_parameters(metadata.model),
         tokens=None if is_imported else step * config.batch_size * metadata.experiment.model.block_size,
-        loss=min((loss for _, loss in finite_values(lines, "val_loss")), default=None),
-        reward=next((reward for _, reward in reversed(finite_values(lines, "reward"))), None),
-        speed=statistics.median(rate for _, rate in rates) if rates else None,
+        size=None if metadata.model.is_foreign else count_parameters(metadata.model),
+        loss=min(losses, default=None),
+        reward=rewards[-1] if rewards else None,
+        speed=statistics.median(rates) if rates else None,
         date=datetime.datetime.fromtimestamp(written).astimezone().isoformat(timespec="seconds"),
         verdict=_read_verdict(directory, step),
         problem=problem.removeprefix(f"{directory}/") or None,

@@ -16,11 +16,8 @@ from tests.helpers import check_command
 from tests.tools.written_run import STEPS, write_run
 
 MODELS = [
-    {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "n_kv_head": 2, "n_embd": 16},
     {"norm_position": "sandwich", "qk_norm": True, "tie_embeddings": False, "head_dim": 6, "mlp_dim": 7},
-    {"norm_position": "sandwich", "qk_norm": True, "qk_norm_over": "heads", "n_kv_head": 1, "out_bias": False},
-    {"norm_position": "output", "scan_layers": True, "position": "none", "bias": False, "qkv_bias": True},
-    {"parallel_residual": True, "activation": "geglu", "position": "sinusoidal", "norm": "rmsnorm"},
+    {"sliding_window": 2, "global_every": 2, "position": "rope", "rope_local_theta": 100.0},
 ]
 
 
