@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
-import os
-import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-import jax
-
 from jaxgpt.cli.console import say
 from jaxgpt.cli.experiment_file import load_variants
-from jaxgpt.config.validate import LARGEST_SIZE, Count, Interval, NonNegativeInt, PositiveFloat
+from jaxgpt.config.validate import LARGEST_SIZE, Count, Interval, NonNegativeInt
 from jaxgpt.errors import UserError, shell_line
-from jaxgpt.experiment import Experiment
-from jaxgpt.files import Result, new_file, write_whole
+from jaxgpt.files import Result, new_file
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.run import load
 from jaxgpt.runs.directory import RUNS, find_run
 from jaxgpt.sample import Precision
+from jaxgpt.tools.html_page import write_page
 
 
 def evaluate(
@@ -52,7 +47,9 @@ def evaluate(
         num_fewshot: solved examples before each question, of which core has numbers of its own. None means the task's own number
         include_path: directory with task files of your own. None means no directory
     """
-    if any(x is not None for x in ((limit, num_fewshot, include_path) if tasks is None else (data, stride))):
+    of_tasks = {"limit": limit, "num_fewshot": num_fewshot, "include_path": include_path}
+    unused = of_tasks.values() if tasks is None else (data, stride)
+    if any(value is not None for value in unused):
         raise UserError("--limit, --num-fewshot and --include-path need --tasks, and --data and --stride go without it")
     if tasks is not None and importlib.util.find_spec("lm_eval") is None:
         raise UserError("--tasks needs lm-evaluation-harness, which is not installed: pip install 'jaxgpt[eval]'")
@@ -61,8 +58,8 @@ def evaluate(
     if tasks is not None:
         from jaxgpt.tools.evaluate.tasks import evaluate_tasks, format_tasks
 
-        options = {"limit": limit, "num_fewshot": num_fewshot, "include_path": include_path, "batch_size": batch_size}
-        found = evaluate_tasks(model, [name.strip() for name in tasks.split(",")], **options)
+        names = [name.strip() for name in tasks.split(",")]
+        found = evaluate_tasks(model, names, **of_tasks, batch_size=batch_size)
         return Result(found, format_tasks(found))
     from jaxgpt.tools.evaluate.evaluate import evaluate_run, format_evaluation
 
@@ -92,7 +89,7 @@ def xray(
     model = load(run, average=average)
     from jaxgpt.tools.xray.xray import xray
 
-    _write_page(path, xray(model, prompt, data=data, corpus_tokens=corpus_tokens))
+    print(write_page(path, xray(model, prompt, data=data, corpus_tokens=corpus_tokens)))
 
 
 def page(
@@ -117,12 +114,7 @@ def page(
     model = load(run, average=average)
     from jaxgpt.tools.xray.live import make_page
 
-    _write_page(path, make_page(model, prompt, weights=weights))
-
-
-def _write_page(path: Path, html: str) -> None:
-    write_whole(path, html)
-    print(f"{path}: {len(html.encode()) / 1e3:,.0f} kB; open it in a browser")
+    print(write_page(path, make_page(model, prompt, weights=weights)))
 
 
 def study(experiment: str, *, seeds: Count = 8, run_dir: str | None = None) -> object:
@@ -141,48 +133,6 @@ def study(experiment: str, *, seeds: Count = 8, run_dir: str | None = None) -> o
 
     place = Path(run_dir) if run_dir else RUNS / "studies" / Path(experiment).stem
     return run_study(variants, place, seeds=seeds, say=say)
-
-
-def plan(
-    *,
-    topology: str | None = None,
-    tokens: str | None = None,
-    price: PositiveFloat | None = None,
-    experiment: Experiment,
-) -> Result:
-    """Compile a training step and estimate its memory and speed.
-
-    The step is not run. EXPERIMENT is as for `jaxgpt train`.
-
-    Args:
-        topology: devices, such as v5e-8, v5p:2x2x4, 2xv5e:16x16, 8xh100 or 4x8xh200. None means this machine
-        tokens: tokens to train on, such as 10B. None means train.steps
-        price: USD per device-hour. None means no price
-    """
-    if topology is not None:
-        jax.config.update("jax_platforms", "cpu")  # a plugin compiles, and needs no device of this machine
-        jax.config.update("jax_enable_compilation_cache", False)  # JAX cannot read back programs of absent devices
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of what does not fit, and so does the plan
-    configure_jax()
-    from jaxgpt.runs.pretrained import resolve_init_from
-    from jaxgpt.tools.plan.plan import cost, format_plan, make_plan
-
-    full, _ = resolve_init_from(experiment)
-    if tokens is not None:
-        steps = -(-parse_tokens(tokens) // (full.train.batch_size * full.model.block_size))
-        full = dataclasses.replace(full, train=dataclasses.replace(full.train, steps=steps))
-    vocab_size = full.model.vocab_size or full.data.open_dataset(full.model).tokenizer.vocab_size
-    found = make_plan(full, vocab_size, topology=topology, say=say)
-    dollars = {} if price is None else {"dollars": cost(found, price)}
-    return Result(found.to_json() | dollars, format_plan(found, price))
-
-
-def parse_tokens(text: str) -> int:
-    """Return the number of 10B, 1.5T or 300_000_000."""
-    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?)([KMBT]?)", text.upper())
-    if not match or not (number := round(float(match[1]) * 1000 ** " KMBT".index(match[2] or " "))):
-        raise UserError(f"tokens={text!r}: needs a number such as 10B, 500M or 300_000_000")
-    return number
 
 
 def import_model(
@@ -204,9 +154,9 @@ def import_model(
     from jaxgpt.tools import convert
 
     source = convert.import_model(model, run_dir, dtype=dtype, tokenizer=tokenizer)
-    family, count = source.family.model_type, len(source.tensors)
-    said = f"{family}: {count} tensors of {source.directory} are in {run_dir}\nnext: {shell_line('jaxgpt', 'sample', run_dir)}"
-    return Result({"run": run_dir, "model_type": family, "tensors": count}, f'{said} --prompt "..."')
+    found = {"run": run_dir, "model_type": source.family.model_type, "tensors": len(source.tensors)}
+    said = f"{found['model_type']}: {found['tensors']} tensors of {source.directory} are in {run_dir}"
+    return Result(found, f'{said}\nnext: {shell_line("jaxgpt", "sample", run_dir)} --prompt "..."')
 
 
 def export_model(
@@ -228,9 +178,8 @@ def export_model(
 
     dtype = parse_dtype(dtype, [name for name in NAMES if to == "gguf" or name != "q8_0"])
     if to == "gguf":
-        place = export_gguf(run, out, dtype=dtype)
-        size = place.stat().st_size
-        return Result({"out": str(place), "bytes": size}, f"{place}: {size:,} bytes")
-    place = (export_hf if to == "hf" else export_peft)(run, out, dtype=dtype)
-    files = sorted(path.name for path in place.iterdir())
-    return Result({"out": str(place), "files": files}, f"{place}: {', '.join(files)}")
+        size = export_gguf(run, out, dtype=dtype).stat().st_size
+        return Result({"out": out, "bytes": size}, f"{out}: {size:,} bytes")
+    export = export_hf if to == "hf" else export_peft
+    files = sorted(path.name for path in export(run, out, dtype=dtype).iterdir())
+    return Result({"out": out, "files": files}, f"{out}: {', '.join(files)}")

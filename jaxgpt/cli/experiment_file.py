@@ -65,10 +65,9 @@ def load_variants(named: str) -> dict[str, Experiment]:
     variants = vars(run_file(path)).get("variants")
     if not isinstance(variants, dict) or not variants:
         raise UserError(f"{path} has no `variants = {{name: Experiment(...), ...}}`, which a study needs")
-    for name, experiment in variants.items():
-        if not isinstance(name, str) or not isinstance(experiment, Experiment):
-            kind = type(experiment).__name__
-            raise UserError(f"{path}: variants has {name!r}: {kind}, needs a name and an Experiment")
+    for name, one in variants.items():
+        if not isinstance(name, str) or not isinstance(one, Experiment):
+            raise UserError(f"{path}: variants has {name!r}: {type(one).__name__}, needs a name and an Experiment")
     return variants
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
+import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -38,7 +38,9 @@ COMMANDS = {
     "xray": Command("cli.commands:xray", "[RUN]", "Show what a model does with a text, as an HTML page."),
     "page": Command("cli.commands:page", "[RUN]", "Write a model as an HTML page that runs it."),
     "runs": Command("tools.overview:runs", "[DIRECTORY]", "List all runs below a directory."),
-    "plan": Command("cli.commands:plan", "[EXPERIMENT]", "Compile a training step and estimate its memory and speed."),
+    "plan": Command(
+        "tools.plan.plan:plan", "[EXPERIMENT]", "Compile a training step and estimate its memory and speed."
+    ),
     "sweep": Command("tools.sweep:sweep", "[EXPERIMENT]", "Search for the best learning rate, or other values."),
     "study": Command("cli.commands:study", "EXPERIMENT", "Train variants with several seeds and report which differ."),
     "import": Command("cli.commands:import_model", "MODEL", "Make a run of a model of the Hub, or of a GGUF file."),
@@ -107,10 +109,13 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
     if command.operand == "[EXPERIMENT]":
         operand = command.operand
         defaults["experiment"], callbacks = choose_experiment(name, arguments)
-    module, _, function = command.function.partition(":")
-    if module.startswith("tools") and name not in ("runs", "prepare"):  # which start no backend
+    if command.function.startswith("tools") and name not in (
+        "runs",
+        "prepare",
+        "plan",
+    ):  # which start no backend, or after the topology is known
         configure_jax()
-    run = getattr(importlib.import_module(f"jaxgpt.{module}"), function)
+    run = pkgutil.resolve_name(f"jaxgpt.{command.function}")
     gc.freeze()  # what is imported is never garbage: to look for some in it takes 0.7 s as the process ends
     if name == "train":
         run = functools.partial(run, callbacks=callbacks)

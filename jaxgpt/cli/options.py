@@ -59,11 +59,6 @@ class Option(NamedTuple):
         return not self.name.startswith("--")
 
     @property
-    def repeats(self) -> bool:
-        """Return whether each value needs the name again: --stop a --stop b, but --lora.targets q v."""
-        return self.hint == tuple[str, ...] and "." not in self.name
-
-    @property
     def items(self) -> tuple[Any, ...] | None:
         """The types of its values if it has several, with ... for any number of them, else None."""
         return next((get_args(kind) for kind in (self.hint, *get_args(self.hint)) if get_origin(kind) is tuple), None)
@@ -101,11 +96,10 @@ def parse(
         raise SystemExit(0)
     given = read_values(options, list(argv), prog)
     values = {p.name: given.get(p.name, p.default) for p in parameters}
-    for p in parameters:
-        if dataclasses.is_dataclass(p.default):
-            start = f"{p.name}."
-            fields = {path.removeprefix(start): value for path, value in given.items() if path.startswith(start)}
-            values[p.name] = replace_fields(p.default, fields)
+    for name, config in values.items():
+        if dataclasses.is_dataclass(config):
+            fields = {path.partition(".")[2]: value for path, value in given.items() if path.startswith(f"{name}.")}
+            values[name] = replace_fields(config, fields)
     as_json = values.get("json", False) if "json" in signature.parameters else values.pop("json", False)
     if "say" in signature.parameters:
         values["say"] = say
@@ -121,14 +115,13 @@ def list_options(p: inspect.Parameter, is_first: bool, meanings: dict[str, str])
     if dataclasses.is_dataclass(p.annotation):
         yield from list_fields(p.default, p.name, "--")
         return
-    has_path = Path in get_args(p.annotation)  # from Python, a Path will do
-    hint, default = (str | None, None) if has_path else (p.annotation, p.default)
-    meaning = meanings.get(p.name, HELP.get(p.name, ""))
+    hint, default, name = p.annotation, p.default, f"--{p.name.replace('_', '-')}"
+    if Path in get_args(hint):  # from Python, a Path will do
+        hint, default = str | None, None
     if is_first and p.kind is not inspect.Parameter.KEYWORD_ONLY:
         name = p.name.upper() + "..." * (get_origin(hint) is tuple)
-        yield Option(p.name, name if default is REQUIRED else f"[{name}]", hint, default, meaning)
-    else:
-        yield Option(p.name, f"--{p.name.replace('_', '-')}", hint, default, meaning)
+        name = name if default is REQUIRED else f"[{name}]"
+    yield Option(p.name, name, hint, default, meanings.get(p.name, HELP.get(p.name, "")))
 
 
 def list_fields(config: Any, path: str, prefix: str) -> Iterator[Option]:
@@ -180,15 +173,15 @@ def add_option(parser: argparse._ActionsContainer, option: Option, help: str) ->
     """Let a parser read an option, and a flag's negation: --fresh, --no-fresh, --model.no-bias."""
     every: dict[str, Any] = {"dest": option.path, "default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
     if option.hint is bool:
-        section, dot, last = option.name[2:].rpartition(".")
         parser.add_argument(option.name, action="store_true", **every)
+        section, dot, last = option.name[2:].rpartition(".")
         if not last.startswith("no-"):
-            parser.add_argument(
-                f"--{section}{dot}no-{last}", action="store_false", **every | {"help": argparse.SUPPRESS}
-            )
+            every["help"] = argparse.SUPPRESS
+            parser.add_argument(f"--{section}{dot}no-{last}", action="store_false", **every)
         return
-    many = "*" if option.items and not option.repeats else 1
-    action = "extend" if option.repeats else "store"
+    repeats = option.hint == tuple[str, ...] and "." not in option.name  # --stop a --stop b, but --lora.targets q v
+    many = "*" if option.items and not repeats else 1
+    action = "extend" if repeats else "store"
     parser.add_argument(option.name, nargs=many, action=action, metavar=show_value(option.hint), **every)
 
 
@@ -216,9 +209,8 @@ def join_mixture(argv: list[str]) -> list[str]:
     joined: list[str] = []
     for word in argv:
         if joined[-2:-1] == ["--data.path"] and ":" in joined[-1] and not word.startswith("-"):
-            joined[-1] += f",{word}"
-        else:
-            joined.append(word)
+            word = f"{joined.pop()},{word}"
+        joined.append(word)
     return joined
 
 
@@ -228,11 +220,11 @@ def render_help(options: Sequence[Option], text: str, prog: str, operand: str, e
     hidden = {option.name for option in options if option.path.count(".") > 1} - {f"--{name}" for name in COMMON}
     hidden = set() if is_complete else hidden | {f"--{name}" for name in RARE}
     purpose, *more = text.strip().split("\n", 1)
+    words = [prog, operand or (options[0].name if options[0].is_operand else ""), "[OPTIONS]"]
+    paragraphs = [purpose, f"example: {example}", *(textwrap.fill(" ".join(x.split()), width) for x in more)]
     parser = Parser(
-        usage=" ".join([prog, *filter(None, [operand or options[0].name * options[0].is_operand]), "[OPTIONS]"]),
-        description="\n\n".join(
-            [purpose, f"example: {example}", *(textwrap.fill(" ".join(x.split()), width) for x in more)]
-        ),
+        usage=" ".join(filter(None, words)),
+        description="\n\n".join(paragraphs),
         epilog="--no-NAME switches a flag off." if is_complete else f"All options: {prog} --help-all",
         formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=32, width=width),
         add_help=False,
@@ -244,10 +236,10 @@ def render_help(options: Sequence[Option], text: str, prog: str, operand: str, e
             if section not in groups:
                 groups[section] = parser.add_argument_group(f"{section} options".lstrip())
             meaning = show_meaning(option, is_complete)
-            if not option.is_operand:
-                add_option(groups[section], option, meaning)
-            else:
+            if option.is_operand:
                 groups[section].add_argument(option.name, help=meaning.replace("%", "%%"))
+            else:
+                add_option(groups[section], option, meaning)
     return parser.format_help().rstrip()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxgpt.cli.console import say
 from jaxgpt.config.validate import Count, Size
+from jaxgpt.data.tokenizer import find_start_token
 from jaxgpt.errors import UserError
 from jaxgpt.files import Result, read_json
 from jaxgpt.run import load
@@ -60,8 +61,6 @@ def sample(
         if not prompt.strip():
             raise UserError("--chat has no prompt: give --prompt TEXT, or write the user's turn to standard input")
     model = load(run, average=average).for_decoding(weights, donate=True)
-    from jaxgpt.data.tokenizer import find_start_token
-
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": stop, "seed": seed, "chat": chat}
     options |= {"cache_dtype": cache_dtype, "slots": slots, "regex": regex, "choices": choice or None, **vars(sampling)}
     options["schema"] = read_json(Path(schema), LARGEST_SCHEMA) if schema else None

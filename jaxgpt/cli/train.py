@@ -20,6 +20,7 @@ import jax
 from jaxgpt.cli.console import report_errors, say, say_error, take_traceback
 from jaxgpt.cli.options import parse
 from jaxgpt.config.validate import check_value
+from jaxgpt.data.conversations import find_validation_prompt
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError, shell_line
 from jaxgpt.experiment import CONTEXT_OF_WEIGHTS, Experiment
@@ -82,9 +83,10 @@ def train(
         say(f"best validation loss {run.val_loss:.4f} at step {run.step}")
     if (prompt := _print_sample(run, experiment)) is None:
         return
-    chat = ["--chat"] if experiment.data.is_chat else []
-    words = [f"--prompt={prompt}"] if prompt.startswith("-") else ["--prompt", prompt] if prompt else []
-    print(f"next: {shell_line('jaxgpt', 'sample', run.directory, *chat, *words)}")
+    words = ["--chat"] if experiment.data.is_chat else []
+    if prompt:
+        words += [f"--prompt={prompt}"] if prompt.startswith("-") else ["--prompt", prompt]
+    print(f"next: {shell_line('jaxgpt', 'sample', run.directory, *words)}")
 
 
 def label_own_text(experiment: Experiment, run_dir: str | None) -> Experiment:
@@ -94,14 +96,11 @@ def label_own_text(experiment: Experiment, run_dir: str | None) -> Experiment:
         return experiment
     prompt, preset = experiment.train.sample_prompt, EXPERIMENTS[name]()
     is_text = not (experiment.data.is_packed or path.endswith((".bin", ".json")))
-    if experiment.data.is_chat and prompt in ("", quickstart(chat=True).train.sample_prompt):
-        from jaxgpt.data.conversations import find_validation_prompt
-
-        with contextlib.suppress(UserError, StopIteration):  # training reports it
+    with contextlib.suppress(UserError, StopIteration):  # training reports it
+        if experiment.data.is_chat and prompt in ("", quickstart(chat=True).train.sample_prompt):
             prompt = find_validation_prompt(path, experiment.data.val_fraction)
-    elif is_text and prompt == preset.train.sample_prompt:
-        prompt = ""
-        with contextlib.suppress(UserError):  # training reports it
+        elif is_text and prompt == preset.train.sample_prompt:
+            prompt = ""
             file = find_user_files(path)[-1]
             with open_file(file) as f:
                 f.seek(int(file.stat().st_size * (1 - experiment.data.val_fraction)))

@@ -9,12 +9,13 @@ import json
 import zlib
 from collections.abc import Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxgpt.files import GENERATOR
+from jaxgpt.files import GENERATOR, write_whole
 
 DTYPES = {"u1": np.uint8, "i1": np.int8, "i4": np.int32, "f4": np.float32}  # as data.js reads them, little endian
 
@@ -82,6 +83,12 @@ def render_html(names: Sequence[str], data: dict[str, Any], arrays: Arrays) -> s
 </body>
 </html>
 """
+
+
+def write_page(path: Path, page: str) -> str:
+    """Write a page to a file, and return a line of text that says so."""
+    write_whole(path, page)
+    return f"{path}: {len(page.encode()) / 1e3:,.0f} kB; open it in a browser"
 
 
 def round_numbers(values: Any, digits: int = 4) -> Any:

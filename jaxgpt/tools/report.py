@@ -19,7 +19,7 @@ from jaxgpt.run import Run, load, load_run
 from jaxgpt.runs.checkpoint import open_checkpoints
 from jaxgpt.runs.directory import find_run
 from jaxgpt.runs.metrics import finite_values, read_metrics
-from jaxgpt.tools.html_page import Arrays, render_html, round_numbers
+from jaxgpt.tools.html_page import Arrays, render_html, round_numbers, write_page
 
 RISE = 0.01  # relative rise above the best validation loss that counts as worse
 UNPLOTTED = {"step", "tokens", "mfu", "seconds", "skipped", "val_losses"}  # what a line of the log has, and no curve
@@ -41,10 +41,9 @@ def report(run: str | Path | None, *, out: str | None = None, force: bool = Fals
     page = new_file(str(folder / "report.html"), force=force)
     new_file(str(folder / "summary.json"), force=force or page.exists())  # it belongs to the page that is replaced
     summary, html = make_report(load(directory), tokens=tokens)
-    write_whole(page, html)
+    written = write_page(page, html)
     write_whole(folder / "summary.json", render_json(summary, indent=1, ensure_ascii=False) + "\n")
-    said = f"{summary['experiment']}: {summary['verdict']}"
-    return Result(summary, f"{said}\n{page}: {len(html.encode()) / 1e3:,.0f} kB; open it in a browser")
+    return Result(summary, f"{summary['experiment']}: {summary['verdict']}\n{written}")
 
 
 def make_report(run: Run, *, tokens: int = 200) -> tuple[dict[str, Any], str]:
@@ -129,14 +128,11 @@ def judge_learning(
             swing = max(swing, loss / lowest - 1)
     if last - best <= swing * best or not training:
         return "yes", None
-
-    def smooth(step: int) -> float:
-        """Return the median of a tenth of the training losses, around a step."""
-        width = max(len(training) // 20, 1)
-        at = int(np.argmin([abs(s - step) for s, _ in training]))
-        return float(np.median([loss for _, loss in training[max(at - width, 0) : at + width + 1]]))
-
-    return ("over-fitting" if smooth(last_step) <= smooth(best_step) else "diverging"), best_step
+    steps, losses = zip(*training, strict=True)
+    width = max(len(training) // 20, 1)
+    places = (int(np.argmin(np.abs(np.subtract(steps, step)))) for step in (best_step, last_step))
+    before, after = (np.median(losses[max(at - width, 0) : at + width + 1]) for at in places)
+    return ("over-fitting" if after <= before else "diverging"), best_step
 
 
 def _sample_checkpoints(run: Run, tokens: int) -> list[dict[str, Any]]:

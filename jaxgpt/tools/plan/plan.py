@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +16,17 @@ from typing import Any
 
 import jax
 
+from jaxgpt.config.validate import PositiveFloat
+from jaxgpt.config.words import replace_fields
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
+from jaxgpt.files import Result
 from jaxgpt.layers.kernels.splash import computed_scores
-from jaxgpt.parallel.jax_setup import all_devices
+from jaxgpt.parallel.jax_setup import all_devices, configure_jax
 from jaxgpt.parallel.limits import PEAKS, attention_flops, bytes_per_device, memory_of, train_flops_per_token
 from jaxgpt.parallel.mesh import count_slices
 from jaxgpt.parallel.trainer import Trainer, make_trainer
+from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.tools.plan.hlo import Collective, Program, read_program
 from jaxgpt.tools.plan.topology import INSTALL, topology_devices
 
@@ -47,6 +52,47 @@ def _cudnn_errors() -> Iterator[None]:
         raise UserError(
             f"JAX cannot lower cuDNN's attention on this machine ({said.rstrip('.')}): {install}take --train.attention xla"
         ) from None
+
+
+def plan(
+    *,
+    topology: str | None = None,
+    tokens: str | None = None,
+    price: PositiveFloat | None = None,
+    experiment: Experiment,
+    say: Callable[[str], None] = lambda text: None,
+) -> Result:
+    """Compile a training step and estimate its memory and speed.
+
+    The step is not run. EXPERIMENT is as for `jaxgpt train`.
+
+    Args:
+        topology: devices, such as v5e-8, v5p:2x2x4, 2xv5e:16x16, 8xh100 or 4x8xh200. None means this machine
+        tokens: tokens to train on, such as 10B. None means train.steps
+        price: USD per device-hour. None means no price
+        say: receives a line of text for each attempt
+    """
+    if topology is not None:
+        jax.config.update("jax_platforms", "cpu")  # a plugin compiles, and needs no device of this machine
+        jax.config.update("jax_enable_compilation_cache", False)  # JAX cannot read back programs of absent devices
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of what does not fit, and so does the plan
+    configure_jax()
+    full, _ = resolve_init_from(experiment)
+    if tokens is not None:
+        steps = -(-parse_tokens(tokens) // (full.train.batch_size * full.model.block_size))
+        full = replace_fields(full, {"train.steps": steps})
+    vocab_size = full.model.vocab_size or full.data.open_dataset(full.model).tokenizer.vocab_size
+    found = make_plan(full, vocab_size, topology=topology, say=say)
+    dollars = {} if price is None else {"dollars": cost(found, price)}
+    return Result(found.to_json() | dollars, format_plan(found, price))
+
+
+def parse_tokens(text: str) -> int:
+    """Return the number of 10B, 1.5T or 300_000_000."""
+    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?)([KMBT]?)", text.upper())
+    if not match or not (number := round(float(match[1]) * 1000 ** " KMBT".index(match[2] or " "))):
+        raise UserError(f"tokens={text!r}: needs a number such as 10B, 500M or 300_000_000")
+    return number
 
 
 @_cudnn_errors()

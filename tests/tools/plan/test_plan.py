@@ -5,14 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxgpt.cli.commands import parse_tokens
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment, ParallelConfig, TrainConfig
 from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.limits import PEAKS, train_flops_per_token
 from jaxgpt.tools.plan import plan as plans
 from jaxgpt.tools.plan.hlo import Collective
-from jaxgpt.tools.plan.plan import DoesNotFit, format_plan, make_plan
+from jaxgpt.tools.plan.plan import DoesNotFit, format_plan, make_plan, parse_tokens
 from tests.helpers import TINY
 
 EXPERIMENT = Experiment(
