@@ -260,6 +260,9 @@ class EditedGPT(GPT):
         positions_BT: Any = None  # the tokens' positions, from the last module that was given them
         wanted = {*arrays, *self.read}
 
+        def has_pattern(module: Any) -> bool:
+            return type(module).attend is Attention.attend and module.attention_fn == self.attention_fn
+
         def touch(name: str, x: Any) -> jax.Array:
             if (edits := arrays.get(name)) is not None:
                 keep, added = (edits[part][jnp.minimum(positions_BT, len(edits[part]) - 1)] for part in ("keep", "add"))
@@ -274,8 +277,7 @@ class EditedGPT(GPT):
             if (isinstance(module, GPT) and method == "embed") or (isinstance(module, Block) and method == "__call__"):
                 positions_BT = args[1]
             layer = f"{module.path[0]}/" if module.path else ""
-            is_known = isinstance(module, Attention) and attends_as_ours(module, self)
-            if is_known and method == "attend" and f"{layer}pattern" in wanted:
+            if method == "attend" and has_pattern(module) and f"{layer}pattern" in wanted:
                 q_BTNH, k_BSKH, v_BSKH = args
                 kwargs.pop("positions_BT", None)
                 weights_BTNS = touch(f"{layer}pattern", module.weights(q_BTNH, k_BSKH, **kwargs))
@@ -296,11 +298,6 @@ class EditedGPT(GPT):
             return out
 
         return intercept
-
-
-def attends_as_ours(module: Attention, model: GPT) -> bool:
-    """Return whether `attend` is jaxgpt's, by the model's kernel: not a subclass's, and not by a kernel of its own."""
-    return type(module).attend is Attention.attend and module.attention_fn == model.attention_fn
 
 
 class Forward(NamedTuple):
