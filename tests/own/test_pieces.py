@@ -371,7 +371,14 @@ NOT_FINITE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("parts", NOT_FINITE, ids=NOT_FINITE.values())
+# The first by default, each of the others by `-m slow`.
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param(parts, id=said, marks=pytest.mark.slow if n else ())
+        for n, (parts, said) in enumerate(NOT_FINITE.items())
+    ],
+)
 def test_a_piece_that_gives_nan_is_named_and_nothing_is_written(parts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("hello there, world. " * 30)
