@@ -181,7 +181,6 @@ def test_only_the_command_line_prints():
         "cli.commands",
         "cli.console",
         "cli.main",
-        "cli.sample",
         "cli.train",
     }  # and runs.log, through rich
 

@@ -112,7 +112,7 @@ def _serve(request: dict) -> dict:
 
 
 def main() -> None:
-    for name in ("__main__", "training", "run", "tools.plan.plan", "data", "cli.train", "cli.sample", "cli.commands"):
+    for name in ("__main__", "training", "run", "tools.plan.plan", "data", "cli.train", "cli.commands"):
         importlib.import_module(f"jaxgpt.{name}")
     gc.disable()
     gc.freeze()

@@ -31,7 +31,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("cli.train:train", "[EXPERIMENT]", "Train an experiment, or resume a run."),
     "prepare": Command("tools.prepare:prepare", "SOURCE...", "Turn text into token shards for training."),
-    "sample": Command("cli.sample:sample", "[RUN]", "Generate text from a trained run."),
+    "sample": Command("cli.commands:sample", "[RUN]", "Generate text from a trained run."),
     "serve": Command("cli.serve:serve", "[RUN]", "Serve a run: OpenAI's interface, and a page."),
     "evaluate": Command("cli.commands:evaluate", "[RUN]", "Measure loss and perplexity of a run on held-out text."),
     "report": Command("tools.report:report", "[RUN]", "Summarise a run as an HTML page and JSON."),

@@ -226,8 +226,6 @@ BLOCK = 32  # elements of a row that share a scale in Q8_0
 KINDS = {"F32": (0, 0), "F16": (1, 1), "BF16": (30, 32), "Q8_0": (8, 7)}  # ggml's number, llama.cpp's of the file type
 NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}  # for users
 EMBEDDING, NORM = "token_embd.weight", "norm.weight"
-# The parameters of Gemma's norms in the order of their names: files have the scale, which is 1 more and rounded.
-NORM_PARAMETERS = "jaxgpt.norm_parameters"
 
 
 def parse_dtype(name: str | None, known: Collection[str] = NAMES) -> str | None:
@@ -259,9 +257,8 @@ def to_gguf(params: dict, config: GPTConfig, model_type: str) -> tuple[Json, dic
     made: Json = {"general.architecture": family.model_type}
     made |= {name: values[key] for name, key in prefixed.items() if key not in tensors}
     if config.norm_offset:
-        parameters = {n: np.asarray(tensors[n].read(), np.float32) for n in sorted(tensors) if n.endswith(NORM)}
-        made[NORM_PARAMETERS] = np.concatenate(list(parameters.values())).tolist()
-        tensors |= {name: hold(x + 1) for name, x in parameters.items()}
+        norms = {name: np.asarray(x.read(), np.float32) for name, x in tensors.items() if name.endswith(NORM)}
+        tensors |= {name: hold(x + 1) for name, x in norms.items()}
     return made, tensors
 
 
@@ -373,8 +370,9 @@ def open_gguf(path: Path, tokenizer: str | None = None) -> tuple[Source, Json]:
         tensors.pop(FREQUENCIES, None)  # they follow from the fields
         if config.n_layer > len(tensors):  # it would take long to trace
             raise UserError(f"block_count={config.n_layer}, but there are {len(tensors)} tensors")
-        if config.norm_offset:
-            tensors |= _read_norms(tensors, values.get(NORM_PARAMETERS))
+        if config.norm_offset:  # Gemma's parameters are 1 less than the scales in a file
+            norms = {name: np.asarray(x.read(), np.float32) for name, x in tensors.items() if name.endswith(NORM)}
+            tensors |= {name: hold(x - 1) for name, x in norms.items()}
         check(tensors, family, config)
         if tokenizer is None:
             check_vocabulary(found := read_tokenizer(values), "the file", config)
@@ -383,19 +381,6 @@ def open_gguf(path: Path, tokenizer: str | None = None) -> tuple[Source, Json]:
     except UserError as e:
         raise UserError(f"{path}: {e}") from None
     return Source(directory=path, family=family, config=config, tokenizer=found, tensors=tensors), values
-
-
-def _read_norms(tensors: Mapping[str, Tensor], exact: Any) -> dict[str, Tensor]:
-    """Return the parameters of Gemma's norms, which are 1 less than the scales in a file, or as a field has them."""
-    names = sorted(name for name in tensors if name.endswith(NORM))
-    if exact is None:
-        return {name: hold(np.asarray(tensors[name].read(), np.float32) - 1) for name in names}
-    size = sum(math.prod(tensors[name].shape) for name in names)
-    if not isinstance(exact, list) or len(exact) != size or not all(type(x) is float for x in exact):
-        raise UserError(f"{NORM_PARAMETERS} is damaged: it must be a list of {size:,} numbers")
-    ends = np.cumsum([math.prod(tensors[name].shape) for name in names])[:-1]
-    parts = np.split(np.array(exact, np.float32), ends)
-    return {name: hold(part.reshape(tensors[name].shape)) for name, part in zip(names, parts, strict=True)}
 
 
 def read_config(values: Json, tensors: dict[str, Tensor]) -> tuple[Family, GPTConfig]:

