@@ -59,7 +59,6 @@ def make_server(
     """Return the ASGI application of a run, which answers 503 at first, and a function that compiles everything for it.
 
     That is given a function, which it calls with the name of each program before it is compiled.
-
     key: what clients must send. None means nothing. log: from `make_log`.
     """
     queue = QUEUE * options.slots
@@ -94,7 +93,8 @@ def make_server(
         scheduler.status = "ok"
 
     def count_compilation(event: str, duration_secs: float, **_: Any) -> None:
-        if event == COMPILED and threading.current_thread() is scheduler.thread:
+        thread = threading.current_thread()  # asyncio's plan requests, and derive their keys
+        if event == COMPILED and (thread is scheduler.thread or thread.name.startswith("asyncio_")):
             scheduler.metrics.compilations.inc()
 
     jax.monitoring.register_event_duration_secs_listener(count_compilation)
