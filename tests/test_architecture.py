@@ -185,28 +185,26 @@ def test_only_the_command_line_prints():
     }  # and runs.log, through rich
 
 
-# The most lines of Python of each part, all of it counted. A part that shrinks takes its number down with it.
+# The most lines of Python of each part, all of it counted. A part that shrinks takes its number down with it. One rises
+# only by what moves into it, or by a feature that other parts pay for in the same change: the sum never does.
 BUDGET = {
-    "the flat files and config": 3_100,
-    "layers": 1_055,
-    "parallel": 1_505,
-    "data": 2_547,  # with DataConfig, which came from config
-    "sample": 2_225,
-    "runs": 2_160,
-    "hf": 1_355,
-    "gguf": 675,
-    "interventions": 587,
+    "the flat files and config": 3_201,  # with config.words, what tools and the command line share
+    "layers": 1_184,  # with the decoding kernel, which came from sample
+    "parallel": 1_503,
+    "data": 2_981,  # with the writer of tokens, which came from tools
+    "sample": 1_969,
+    "runs": 2_175,
+    "hf": 1_364,
+    "gguf": 797,  # with the reader of any program's files, which plan's model of memory traffic paid for
+    "interventions": 593,
     "serve": 1_395,
-    "cli": 1_130,
-    "tools": 4_521,
+    "cli": 1_126,
+    "tools": 4_322,
     "all of jaxgpt": 22_610,
-    "tests": 27_710,
+    "tests": 27_270,
 }
-# Lines that repairs added to a part and that others have paid, so that the sum fell. These numbers only fall, too: a part
-# gives back what it owes with the next change of its structure.
-OWED = {"data": 334, "runs": 5, "hf": 9, "cli": 2, "gguf": 10}
 # Nodes of Python's syntax tree, which no formatting changes: lines alone became dense.
-NODES = {"all of jaxgpt": 189_000, "tests": 255_000}
+NODES = {"all of jaxgpt": 188_960, "tests": 251_200}
 FILES = 121  # of the package
 
 
@@ -226,17 +224,16 @@ def count_parts():
 
 def test_the_house_keeps_its_budget():
     counted = count_parts()
-    most = {part: lines + OWED.get(part, 0) for part, lines in BUDGET.items()}
-    table = "\n".join(f"{part:<16} {counted[part][1]:>7,} of {lines:>7,}" for part, lines in most.items())
+    table = "\n".join(f"{part:<16} {counted[part][1]:>7,} of {lines:>7,}" for part, lines in BUDGET.items())
     print(table)
-    assert [part for part, lines in most.items() if counted[part][1] > lines] == [], table
+    assert [part for part, lines in BUDGET.items() if counted[part][1] > lines] == [], table
     assert {part: counted[part][2] for part, nodes in NODES.items() if counted[part][2] > nodes} == {}
     assert counted["all of jaxgpt"][0] <= FILES
 
 
 # The core is what these modules bring in: all of it is read in an evening, and needs jax, flax and optax alone.
 CORE = ("train", "loss", "model", "optim", "plain_generate")
-CORE_LINES = 2_240
+CORE_LINES = 2_376  # with the decoding kernel, which came from sample: Attention itself keeps keys and values
 
 
 def test_the_core_is_read_in_an_evening_and_imports_little(tmp_path):

@@ -27,7 +27,7 @@ from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.tools.plan.hlo import (
     BOOKKEEPING,
     COLLECTIVES,
-    VIEWS,
+    Computation,
     Instruction,
     count_flops,
     iter_executions,
@@ -35,6 +35,8 @@ from jaxgpt.tools.plan.hlo import (
 )
 from jaxgpt.tools.plan.topology import topology_devices
 
+# If they are fused, only the elements that are used count.
+VIEWS = {"bitcast", "reshape", "convert", "copy", "transpose"}
 FREE = {  # no traffic of their own. What they call is counted separately
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "opt-barrier"),
     *("partition-id", "replica-id", "while", "conditional", "call", "async-start"),
@@ -81,6 +83,18 @@ def read_traffic(text: str) -> Traffic:
     )
 
 
+def find_parameter(within: Computation, index: int) -> Instruction:
+    """Return a parameter of a computation by its index."""
+    found = within.instructions.values()
+    return next(x for x in found if x.op == "parameter" and x.text.startswith(f"{index})"))
+
+
+def find_users(x: Instruction) -> list[tuple[Instruction, int]]:
+    """Return the instructions that read x, each with the index of this operand."""
+    others = x.within.instructions.values()
+    return [(user, i) for user in others for i, y in enumerate(user.inputs) if y is x]
+
+
 def count_traffic(x: Instruction) -> float:
     """Return the bytes of main memory that one instruction outside fusions reads and writes."""
     if x.op in FREE or x.op.endswith(("-done", "-update")) or any(f'"{name}"' in x.text for name in BOOKKEEPING):
@@ -94,7 +108,7 @@ def count_traffic(x: Instruction) -> float:
         arrays = [a for a in y.arrays if not a.on_chip]
         elements = None
         if x.kind == "fusion" and len(arrays) == 1:
-            elements = _elements_read(x.called[0].parameter(i))
+            elements = _elements_read(find_parameter(x.called[0], i))
         elif i == 0 and arrays:
             elements = _slice_read(x)
         whole = sum(a.bytes for a in arrays)
@@ -130,11 +144,11 @@ def _elements_read(x: Instruction) -> int:
     """Return the number of elements of x, a parameter of a fusion or a view of one, that the fusion reads."""
     whole = math.prod(x.arrays[0].dims)
     total = whole if x.is_root else 0
-    for user, i in x.users:
+    for user, i in find_users(x):
         if user.op in VIEWS:
             total += _elements_read(user)
         elif user.op == "fusion":
-            total += _elements_read(user.called[0].parameter(i))
+            total += _elements_read(find_parameter(user.called[0], i))
         elif user.op == "tuple" or "AsyncCollectiveDone" in user.text:
             pass  # passed through
         elif user.op in COLLECTIVES and x.within.root.op == "tuple" and "all-reduce-scatter" not in user.text:

@@ -67,7 +67,7 @@ def replace_fields(config: T, values: dict[str, Any]) -> T:
 
 
 def field_comments(cls: type) -> dict[str, str]:
-    """Return what is said of each field of a class: at the end of its line, above it, or below in a text.
+    """Return what is said of each field of a class: at the end of its line, or above it.
 
     A field without a comment of its own, in the line after another field, shares that field's.
     """
@@ -78,14 +78,11 @@ def field_comments(cls: type) -> dict[str, str]:
         source, text, last = textwrap.dedent(inspect.getsource(base)), "", 0
         lines = source.splitlines()
         definition: Any = ast.parse(source).body[0]
-        pairs = itertools.zip_longest(definition.body, definition.body[1:])
-        fields: list[Any] = [pair for pair in pairs if isinstance(pair[0], ast.AnnAssign)]
-        for node, following in fields:
+        fields: list[Any] = [node for node in definition.body if isinstance(node, ast.AnnAssign)]
+        for node in fields:
             beside = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
             above = itertools.takewhile(lambda line: line.lstrip().startswith("#"), reversed(lines[: node.lineno - 1]))
             said = [beside] if "#" in beside else [*above][::-1]
-            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                said = [str(following.value.value)]
             if said or node.lineno > last + 1:
                 text = " ".join(" ".join(said).replace("#:", " ").replace("# ", " ").split())
             found[node.target.id], last = text, node.end_lineno

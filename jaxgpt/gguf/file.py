@@ -222,7 +222,6 @@ MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
 LARGEST_HEADER = 2**26  # bytes before the elements. Gemma 3's, with 262,144 tokens, has 2**23
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # struct's codes
-BLOCK = 32  # elements of a row that share a scale in Q8_0
 KINDS = {"F32": (0, 0), "F16": (1, 1), "BF16": (30, 32), "Q8_0": (8, 7)}  # ggml's number, llama.cpp's of the file type
 NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}  # for users
 EMBEDDING, NORM = "token_embd.weight", "norm.weight"
@@ -289,7 +288,7 @@ def write_gguf(path: Path, fields: Mapping[str, Any], tensors: dict[str, Tensor]
         kind = tensor.kind if dtype is None else NAMES[dtype]
         if len(tensor.shape) < 2 or name == "position_embd.weight":
             kind = "F32"
-        elif kind == "Q8_0" and tensor.shape[-1] % BLOCK:
+        elif kind == "Q8_0" and tensor.shape[-1] % 32:
             kind = "F16"
         stored_as[name], size = kind, _count_bytes(tensor.shape, kind)
         number = gguf.GGMLQuantizationType(KINDS[kind][0])
@@ -340,9 +339,8 @@ def _read_elements(path: Path, shape: tuple[int, ...], kind: str, offset: int) -
 
 def _find_kind(number: int) -> str:
     """Return ggml's name of a dtype. Raises `UserError` if it cannot be read."""
-    names = {of_ggml: name for name, (of_ggml, _) in KINDS.items() if name in DTYPES}
-    if number in names:
-        return names[number]
+    if name := next((name for name in DTYPES if KINDS[name][0] == number), None):
+        return name
     gguf = _package()
     if number not in list(gguf.GGMLQuantizationType):
         raise UserError(f"has dtype {number} of ggml, which the gguf package does not know")

@@ -69,7 +69,6 @@ PRE_TOKENIZERS = {
 # Names in llama.cpp of what is the same: src/llama-vocab.cpp.
 ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "olmo": "gpt-2", "phi-2": "gpt-2", "smaug-bpe": "dbrx"}
 ALIASES |= {"stablelm2": "qwen2", "deepseek-r1-qwen": "qwen2", "starcoder": "smollm", "refact": "smollm"}
-BEGIN_TEXTS = ("llama-bpe", "tekken")  # these begin texts with a token unless the file says otherwise
 _PREPEND = {"type": "Prepend", "prepend": SPACE}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 _METASPACE = {"type": "Metaspace", "replacement": SPACE, "split": False}
@@ -242,21 +241,12 @@ def _list_tokens(parts: Mapping[str, Any]) -> dict[int, str]:
 
 def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
     """Return the tokenizer of a file. Raises `UserError` if its fields are damaged, or of a kind that is not known."""
-    model, tokens = fields.get(GGML + "model"), fields.get(GGML + "tokens")
-    if model == "none":
+    tokens = fields.get(GGML + "tokens")
+    if fields.get(GGML + "model") == "none":
         key = f"{fields.get('general.architecture')}.vocab_size"
         return IdTokenizer(check_count(key, fields.get(key), 1, LARGEST_SIZE))
     if not isinstance(tokens, list) or not all(type(token) is str for token in tokens):
         raise UserError(f"{GGML}tokens is missing or damaged: it must be a list of texts")
-    if model == "rwkv":
-        used = [token for token in tokens if not token.startswith(r"\xff[PAD")]
-        if used == BYTE_TOKENS:
-            return ByteTokenizer()
-        spelled = {token: chr(i) for i, token in enumerate(BYTE_TOKENS[:128])}
-        characters = [spelled.get(token, token) for token in used]
-        if all(len(c) == 1 for c in characters) and characters == sorted(set(characters)):
-            return CharTokenizer("".join(characters))
-        raise UserError("its vocabulary is neither the 256 bytes nor characters in the order of their code points")
     return BPETokenizer(json.dumps(_make_parts(fields, tokens), ensure_ascii=False))
 
 
@@ -279,7 +269,7 @@ def _make_parts(fields: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
     elif kind == "llama":
         model, parts, has_begin = _sentencepiece_parts(fields, tokens, vocab)
     else:
-        raise UserError(f"{GGML}model={short(kind)} is unknown: jaxgpt reads gpt2, llama, rwkv and none")
+        raise UserError(f"{GGML}model={short(kind)} is not read, only gpt2, llama and none: give --tokenizer FILE")
     begin = fields.get(GGML + "bos_token_id")
     if fields.get(GGML + "add_bos_token", has_begin) and begin is not None:
         first = tokens[check_count(f"{GGML}bos_token_id", begin, 0, len(tokens) - 1)]
@@ -305,7 +295,7 @@ def _byte_level_parts(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
         raise UserError(f"{GGML}merges is missing or damaged: it must be a list of two tokens and a space")
     words, whole = PRE_TOKENIZERS[pre]
     model = {"merges": [pair.split(" ") for pair in merges], "ignore_merges": whole}
-    return model, {"pre_tokenizer": words, "decoder": BYTE_LEVEL}, pre in BEGIN_TEXTS
+    return model, {"pre_tokenizer": words, "decoder": BYTE_LEVEL}, pre in ("llama-bpe", "tekken")
 
 
 def _sentencepiece_parts(

@@ -63,7 +63,9 @@ def runs(
         sort: the column to sort by: best loss, largest number or newest date first
         say: receives a line of text if there are none.
     """
-    rows = sort_rows(read_rows(Path(directory)), sort)
+    found, field = read_rows(Path(directory)), operator.attrgetter(sort)
+    measured = sorted((row for row in found if field(row) is not None), key=field, reverse=sort in LARGEST_FIRST)
+    rows = measured + [row for row in found if field(row) is None]
     if not rows:
         say(f"no runs below {directory}")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -152,13 +154,6 @@ def count_parameters(config: GPTConfig) -> int:
     model = dataclasses.replace(config, scan_layers=True, global_every=None).make_model()
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
     return limits.count_parameters(shapes["params"])
-
-
-def sort_rows(rows: Sequence[Row], field: str) -> list[Row]:
-    """Return the rows sorted by a field. Those without it come last."""
-    measured = [row for row in rows if getattr(row, field) is not None]
-    measured.sort(key=operator.attrgetter(field), reverse=field in LARGEST_FIRST)
-    return measured + [row for row in rows if getattr(row, field) is None]
 
 
 def format_rows(rows: Sequence[Row], width: int | None) -> str:

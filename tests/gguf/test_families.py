@@ -61,7 +61,7 @@ def export(name, path, dtype=None):
 
 def load(path):
     """(configuration, parameters by path)."""
-    source, _ = open_gguf(path)
+    source, _ = open_gguf(path, "ids")
     params = read_params(source.tensors, source.family, source.config)
     return source.config, {p: np.asarray(x) for p, x in traverse_util.flatten_dict(params, sep="/").items()}
 

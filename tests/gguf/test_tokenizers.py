@@ -151,7 +151,6 @@ def spm(fields, text):
 def test_characters_and_bytes(characters):
     tokenizer = ByteTokenizer() if characters is None else CharTokenizer(characters)
     fields = fields_of(tokenizer, tokenizer.vocab_size + 3)
-    assert read_tokenizer(fields).to_json() == tokenizer.to_json()
     for text in [*TEXTS, ODD, SPANISH, ODD[::-1] * 3]:
         text = "".join(c for c in text if c in (characters or text))
         assert rwkv(fields, text) == tokenizer.encode(text).tolist()
@@ -173,7 +172,6 @@ def test_bpe(name, trained):
     fields = fields_of(tokenizer, size + 5, chat_template="{{ messages }}", ends=[7, 8])
     tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     assert len({*tokens}) == len(kinds) == size + 5 and kinds[size:] == [UNUSED] * 5
-    assert read_tokenizer(fields).to_json() == tokenizer.to_json()
     assert (read_chat_template(fields), read_ends(fields)) == ("{{ messages }}", [7, 8])
     other = read_tokenizer(fields)
     assert (other.vocab_size, other.prefix, other.end_of_text) == (size, tokenizer.prefix, tokenizer.end_of_text)
@@ -247,7 +245,6 @@ def test_what_llama_cpp_does_not_have(trained):
 
 DAMAGED = {
     "tokens is missing": {"tokenizer.ggml.tokens": None},
-    "neither the 256 bytes nor characters": {"tokenizer.ggml.model": "rwkv"},
     "pre='viking' is unknown, .* jaxgpt reads gpt-2, llama-bpe": {"tokenizer.ggml.pre": "viking"},
     "merges is missing or damaged": {"tokenizer.ggml.merges": ["a b c"]},
     "token_type is missing or damaged: it must be a list of": {"tokenizer.ggml.token_type": [1]},

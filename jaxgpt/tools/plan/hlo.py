@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-VIEWS = {"bitcast", "reshape", "convert", "copy", "transpose"}
 # Custom calls that compute nothing.
 BOOKKEEPING = {"AllocateBuffer", "ConcatBitcast", "AsyncCollectiveStart", "AsyncCollectiveDone"}
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)")
@@ -43,11 +42,6 @@ class Computation:
     name: str
     instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
 
-    def parameter(self, index: int) -> Instruction:
-        """Return a parameter by its index."""
-        found = self.instructions.values()
-        return next(x for x in found if x.op == "parameter" and x.text.startswith(f"{index})"))
-
     @property
     def root(self) -> Instruction:
         """Return the instruction that gives the result of the computation."""
@@ -56,7 +50,7 @@ class Computation:
 
 @dataclasses.dataclass(eq=False)
 class Instruction:
-    """One instruction of a computation, linked to the instructions that it reads and to those that read it."""
+    """One instruction of a computation, linked to the instructions that it reads."""
 
     within: Computation
     op: str
@@ -65,7 +59,6 @@ class Instruction:
     called: list[Computation]
     text: str  # operands and attributes
     is_root: bool
-    users: list[tuple[Instruction, int]] = dataclasses.field(default_factory=list)  # and the index of this operand
 
     @property
     def kind(self) -> str:
@@ -106,9 +99,7 @@ def parse_hlo(text: str) -> Computation:
             branches = re.search(r"branch_computations=\{([^}]*)\}", rest)
             called = _CALLED.findall(rest) + (re.findall(r"[\w.\-]+", branches[1]) if branches else [])
             callees = [computations[name] for name in called if name in computations]
-            x = within.instructions[name] = Instruction(within, op, arrays, inputs, callees, rest, bool(is_root))
-            for i, y in enumerate(inputs):
-                y.users.append((x, i))
+            within.instructions[name] = Instruction(within, op, arrays, inputs, callees, rest, bool(is_root))
     return computations[entry]
 
 
@@ -153,7 +144,7 @@ def _trip_count(loop: Instruction) -> int:
 
 
 def _constant(x: Instruction) -> int | None:
-    while x.op in VIEWS:
+    while x.op in ("bitcast", "reshape", "convert", "copy", "transpose"):
         x = x.inputs[0]
     return int(value[0]) if x.op == "constant" and (value := re.match(r"-?\d+", x.text)) else None
 
