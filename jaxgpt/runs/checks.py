@@ -183,7 +183,6 @@ def check_model(experiment: Experiment, batch: Batch) -> None:
     second half. An objective of the user's own may want such a model: then this is only a warning.
     """
     from jaxgpt.runs.autopsy import Modules, find_first_bad, watch_calls
-    from jaxgpt.sample.cache import jit_once
 
     # Without scan and remat: an interceptor may not leave their traces.
     model: Any = dataclasses.replace(experiment.model, scan_layers=False, remat="none").make_model()
