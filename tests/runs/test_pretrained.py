@@ -175,9 +175,8 @@ def test_what_is_learned_is_kept(source, tuned, tmp_path):
     out = export_hf(tuned.directory, tmp_path / "out")
     import_model(str(out), tmp_path / "back")
     assert_same(jaxgpt.load(tmp_path / "back").params, tuned.params)
-    characters = str(tuned.directory / "tokenizer.json")  # llama.cpp has another form of them, which is not read
-    file = str(export_gguf(tuned.directory, tmp_path / "out.gguf"))
-    import_model(file, tmp_path / "from llama.cpp", tokenizer=characters)
+    file, characters = export_gguf(tuned.directory, tmp_path / "out.gguf"), str(tuned.directory / "tokenizer.json")
+    import_model(str(file), tmp_path / "from llama.cpp", tokenizer=characters)
     assert_same(jaxgpt.load(tmp_path / "from llama.cpp").params, tuned.params)
     assert evaluate_run(tuned)["loss"] == pytest.approx(tuned.val_loss, rel=1e-5)
     card = (out / "README.md").read_text()
