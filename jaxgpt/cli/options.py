@@ -19,6 +19,7 @@ from jaxgpt.config.serialize import suggest
 from jaxgpt.config.validate import field_hints
 from jaxgpt.config.words import field_comments, parse_value, plain_types, replace_fields
 from jaxgpt.errors import UserError
+from jaxgpt.experiment import Experiment
 
 # The options that `--help` leaves out: these, and those fields of an experiment that are not in COMMON.
 RARE = """name average extend cache-dtype min-p repetition-penalty frequency-penalty presence-penalty
@@ -217,8 +218,8 @@ def join_mixture(argv: list[str]) -> list[str]:
 def render_help(options: Sequence[Option], text: str, prog: str, operand: str, example: str, is_complete: bool) -> str:
     """Return a page of help: the common options, or all of them, in a group for each part of an experiment."""
     width = min(100, shutil.get_terminal_size().columns)
-    hidden = {option.name for option in options if option.path.count(".") > 1} - {f"--{name}" for name in COMMON}
-    hidden = set() if is_complete else hidden | {f"--{name}" for name in RARE}
+    ours = {option.name for option in list_fields(Experiment(name="ours"), "", "--")}  # a user's own fields are shown
+    hidden = set() if is_complete else (ours - {f"--{name}" for name in COMMON}) | {f"--{name}" for name in RARE}
     purpose, *more = text.strip().split("\n", 1)
     words = [prog, operand or (options[0].name if options[0].is_operand else ""), "[OPTIONS]"]
     paragraphs = [purpose, f"example: {example}", *(textwrap.fill(" ".join(x.split()), width) for x in more)]
