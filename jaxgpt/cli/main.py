@@ -109,11 +109,8 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
     if command.operand == "[EXPERIMENT]":
         operand = command.operand
         defaults["experiment"], callbacks = choose_experiment(name, arguments)
-    if command.function.startswith("tools") and name not in (
-        "runs",
-        "prepare",
-        "plan",
-    ):  # which start no backend, or after the topology is known
+    # Two of these start no backend, and plan does once it knows the topology.
+    if command.function.startswith("tools") and name not in ("runs", "prepare", "plan"):
         configure_jax()
     run = pkgutil.resolve_name(f"jaxgpt.{command.function}")
     gc.freeze()  # what is imported is never garbage: to look for some in it takes 0.7 s as the process ends

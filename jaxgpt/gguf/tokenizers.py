@@ -290,7 +290,7 @@ def _byte_level_parts(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     pre = ALIASES.get(str(pre), pre)
     if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         known = ", ".join([*PRE_TOKENIZERS, *ALIASES])
-        raise UserError(f"{GGML}pre={short(pre)} is unknown, so its words cannot be told: jaxgpt reads {known}")
+        raise UserError(f"{GGML}pre={short(pre)} is unknown, and decides how words are cut: jaxgpt reads {known}")
     if not isinstance(merges, list) or not all(type(pair) is str and pair.count(" ") == 1 for pair in merges):
         raise UserError(f"{GGML}merges is missing or damaged: it must be a list of two tokens and a space")
     words, whole = PRE_TOKENIZERS[pre]

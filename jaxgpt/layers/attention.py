@@ -121,7 +121,7 @@ class Attention(nn.Module):
         segments_BT: jax.Array | None = None,
         train: bool = False,
     ) -> jax.Array:
-        """Return the weighted values, out_BTNH: of the cache with these tokens in it, if there is one."""
+        """Return the weighted values, out_BTNH. With a cache they are its values, once these tokens are in it."""
         if self.causal and is_decoding(self):
             if self.has_variable("cache", "columns"):
                 return self.attend_to_cache(q_BTNH, k_BSKH, v_BSKH, positions_BT)
