@@ -26,15 +26,23 @@ def chromium():
 @pytest.fixture(scope="session")
 def open_page(chromium):
     """(path, color_scheme) -> the page, drawn; whatever it complains of, or asks a network for, is in `.complaints`."""
+    from playwright.sync_api import TimeoutError
 
     def open_page(path, color_scheme="light", width=1200):
-        page = chromium.new_page(
-            color_scheme=color_scheme, viewport={"width": width, "height": 900}, reduced_motion="reduce"
-        )
-        watch(page, "file:")
-        page.goto(path.as_uri())
-        # Not wait_for_function, which evaluates a string whenever it looks again: the pages do not allow that.
-        page.wait_for_selector("html[data-ready], html[data-failed]", state="attached")
+        for is_last in (False, True):  # a tab has been seen to stay blank for a minute, once in some thousand
+            page = chromium.new_page(
+                color_scheme=color_scheme, viewport={"width": width, "height": 900}, reduced_motion="reduce"
+            )
+            watch(page, "file:")
+            try:
+                page.goto(path.as_uri())
+                # Not wait_for_function, which evaluates a string whenever it looks again: the pages do not allow that.
+                page.wait_for_selector("html[data-ready], html[data-failed]", state="attached")
+                break
+            except TimeoutError:
+                page.close()
+                if is_last:
+                    raise
         assert page.evaluate("document.documentElement.dataset.ready") == "true", page.complaints
         return page
 

@@ -129,12 +129,13 @@ def _read_template(path: Path) -> None:
 
 def _write_gguf(path: Path) -> None:
     """A Llama 3 of an embedding alone."""
-    hf = BODY | {"vocab_size": 4, "hidden_size": 16, "rope_parameters": LLAMA3}
-    tokenizer = tokenizer_fields(CharTokenizer("ab\n"), 4, chat_template="{{ messages }}", ends=[1])
+    hf = BODY | {"vocab_size": 260, "hidden_size": 16, "rope_parameters": LLAMA3}
+    bpe = train_bpe([TEXT], 260)
+    tokenizer = tokenizer_fields(bpe, 260, chat_template="{{ messages }}", ends=[bpe.end_of_text])
     fields = {
         f"llama.{key}": value for key, value in write_fields(GGUF_FAMILIES["llama"], FAMILIES["llama"].read(hf)).items()
     }
-    tensors = {"rope_freqs.weight": fields.pop("llama.rope_freqs.weight"), "token_embd.weight": np.eye(4, 16)}
+    tensors = {"rope_freqs.weight": fields.pop("llama.rope_freqs.weight"), "token_embd.weight": np.eye(260, 16)}
     made = {n: hold(np.asarray(x, np.float32)) for n, x in tensors.items()}
     write_gguf(path, {"general.architecture": "llama"} | tokenizer | fields, made)
 
