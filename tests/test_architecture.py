@@ -178,6 +178,7 @@ def test_only_the_command_line_prints():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     }
     assert calls == {
+        "cli.chat",
         "cli.commands",
         "cli.console",
         "cli.main",

@@ -11,6 +11,7 @@ import gc
 import pkgutil
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from jaxgpt.cli.console import report_errors, take_traceback
@@ -32,6 +33,7 @@ COMMANDS = {
     "train": Command("cli.train:train", "[EXPERIMENT]", "Train an experiment, or resume a run."),
     "prepare": Command("tools.prepare:prepare", "SOURCE...", "Turn text into token shards for training."),
     "sample": Command("cli.commands:sample", "[RUN]", "Generate text from a trained run."),
+    "chat": Command("cli.chat:chat", "[RUN]", "Talk with a model, in the terminal."),
     "serve": Command("cli.serve:serve", "[RUN]", "Serve a run: OpenAI's interface, and a page."),
     "evaluate": Command("cli.commands:evaluate", "[RUN]", "Measure loss and perplexity of a run on held-out text."),
     "report": Command("tools.report:report", "[RUN]", "Summarise a run as an HTML page and JSON."),
@@ -52,6 +54,7 @@ EXAMPLES = {
     "train": "--data.path mytext.txt --run-dir runs/mine",
     "prepare": "a.parquet --out tokens --tokenizer bpe:32768",
     "sample": 'runs/mine --prompt "The " --temperature 0.7',
+    "chat": "runs/mine --temperature 0.7",
     "serve": "runs/mine --port 8000",
     "evaluate": "runs/mine --data other.txt",
     "report": "runs/mine",
@@ -67,6 +70,8 @@ EXAMPLES = {
     "audit": "runs/mine --steps 100",
 }
 
+# Commands whose RUN may be a model that is imported first.
+TAKE_MODELS = ("sample", "chat", "serve", "evaluate", "xray", "page")
 # Commands of earlier versions, by what does their work now.
 MOVED = {
     "scale": "python experiments/scaling_laws.py",
@@ -100,11 +105,17 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
     from jaxgpt.cli.experiment_file import choose_experiment
     from jaxgpt.cli.options import parse
     from jaxgpt.runs.code import trust_code
+    from jaxgpt.runs.directory import is_run
 
     command, arguments = COMMANDS[name], list(options)
     if "--trust-code" in arguments:  # an option of all commands that read a run
         arguments.remove("--trust-code")
         trust_code()
+    named = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    if name in TAKE_MODELS and named and not is_run(Path(named)):
+        from jaxgpt.cli.adopt import find_run_of  # half a second, which no run needs
+
+        arguments[0] = find_run_of(named)
     defaults, operand, callbacks = {}, "", []
     if command.operand == "[EXPERIMENT]":
         operand = command.operand
@@ -130,7 +141,8 @@ usage: jaxgpt COMMAND [OPTIONS]
 
 `jaxgpt COMMAND --help` lists its options.
 `jaxgpt --version` prints the version.
-RUN is a run directory, by default the newest under runs/.
+RUN is a run directory, by default the newest under runs/. To use a model it may
+be a FILE.gguf, a folder of Hugging Face's or an id on the Hub.
 --trust-code runs the code that a RUN brings for classes of its own.
 --traceback shows where an error arose, as JAXGPT_TRACEBACK=1 does.
 EXPERIMENT: a Python file with `experiment`, or quickstart, finetune, depth:N."""
