@@ -203,7 +203,7 @@ def _shard_attention(mesh: Mesh, attention_fn: AttentionFn) -> AttentionFn:
 def find_spec(names: tuple[str, ...], ndim: int, config: GPTConfig) -> P | None:
     """Return the mesh axes of a parameter, None if `PARAMETER_SPECS` does not have its name and rank.
 
-    Adapters and the scales of int8 matrices follow their kernel. Adapters' rank is not sharded.
+    Adapters and the scales of rounded matrices follow their kernel. Adapters' rank is not sharded.
     """
     kernel = re.sub("(lora_[ab]|kernel_scale)$", "kernel", "/".join(names))
     specs = PARAMETER_SPECS | ({QK_NORM: BOTH_SPEC} if config.qk_norm_over == "heads" else {})
@@ -215,7 +215,7 @@ def find_spec(names: tuple[str, ...], ndim: int, config: GPTConfig) -> P | None:
         spec = P(spec[0], None)
     elif names[-1] == "lora_b":
         spec = P(None, spec[1])
-    elif names[-1] == "kernel_scale":
+    elif names[-1] == "kernel_scale" and ndim - (names[0] == "h") == 1:  # of int8: those of int4 have the kernel's axes
         spec = P(spec[1])
     stacked = ndim - len(spec)  # scan_layers stacks blocks, and all devices run the same one at a time
     return P(*[None] * stacked, *spec) if stacked >= 0 else None
