@@ -192,7 +192,11 @@ def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
         known = [name for name, (pre, whole) in PRE_TOKENIZERS.items() if spell(pre, whole) == wanted]
         if not known:
             _refuse(f"ignore_merges {model['ignore_merges']} and the pre-tokenizer {json.dumps(pre_tokenizer)[:400]}")
-        harmless = NOT_IN_UTF8 if model["unk_token"] is None else harmless
+        if model["unk_token"] is None:  # both leave out a byte without a token, but other tokens merge across it in one
+            harmless = {*range(256)}
+            if cut := sorted(missing - NOT_IN_UTF8):
+                names = ", ".join(f"0x{byte:02X}" for byte in cut)
+                warnings.warn(f"texts with bytes that have no token ({names}) may be cut differently", stacklevel=3)
         fields = {"model": "gpt2", "pre": known[0], "merges": [f"{left} {right}" for left, right in merges]}
     if missing - harmless:
         _refuse(f"no tokens for {len(missing)} of the 256 bytes")
