@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 import os
+import re
 import struct
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -220,6 +221,7 @@ def write_fields(family: Family, config: GPTConfig) -> dict[str, Any]:
 
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
 LARGEST_HEADER = 2**26  # bytes before the elements. Gemma 3's, with 262,144 tokens, has 2**23
+SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")  # the name of a part, as gguf-split writes it
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # struct's codes
 KINDS = {"F32": (0, 0), "F16": (1, 1), "BF16": (30, 32), "Q8_0": (8, 7)}  # ggml's number, llama.cpp's of the file type
@@ -393,7 +395,29 @@ def read_config(values: Json, tensors: dict[str, Tensor]) -> tuple[Family, GPTCo
 
 
 def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
-    """Return (fields, tensors by name) of an untrusted file. Elements are read when they are needed.
+    """Return (fields, tensors by name) of an untrusted file, or of all parts of one that is split.
+
+    Arguments and errors: see `_read_part`. The fields are those of the first part.
+    """
+    found = SPLIT.fullmatch(path.name)
+    if found is None:
+        return _read_part(path)
+    parts = [path.with_name(f"{found[1]}-{n:05}-of-{found[2]}.gguf") for n in range(1, int(found[2]) + 1)]
+    if missing := [part.name for part in parts if not part.exists()]:
+        raise UserError(f"{path} needs {missing[0]} beside it: it is one of {len(parts)} parts of a model")
+    values, tensors = _read_part(parts[0])
+    for part in parts[1:]:
+        tensors |= _read_part(part)[1]
+    wanted = values.get("split.tensors.count")
+    if wanted != len(tensors):
+        raise UserError(
+            f"{path}: its parts have {len(tensors)} tensors and the first says {short(wanted)}: download them again"
+        )
+    return values, tensors
+
+
+def _read_part(path: Path) -> tuple[Json, dict[str, Tensor]]:
+    """Return (fields, tensors by name) of a file. Elements are read when they are needed.
 
     A float32 field becomes the shortest decimal number that rounds to it: 1e-05, not 9.999999747378752e-06.
     Raises `UserError` for a file that is damaged, or has tensors that the gguf package cannot dequantise.

@@ -154,3 +154,22 @@ def test_every_quantisation_is_read_as_the_gguf_package_reads_it(tmp_path):
         found = tensors[kind.name]
         assert (found.shape, found.kind) == ((3, 256), "F32")
         np.testing.assert_array_equal(found.read(), gguf.quants.dequantize(raw, kind), err_msg=kind.name)
+
+
+def test_a_file_in_parts_is_read_whole(parts, tmp_path):
+    """By the name of any part, as gguf-split of llama.cpp writes them; a part that is missing or cut is named."""
+    fields, tensors = parts
+    names, paths = list(tensors), [tmp_path / f"m-{n:05}-of-00002.gguf" for n in (1, 2)]
+    write_gguf(paths[0], fields | {"split.tensors.count": len(names)}, {n: tensors[n] for n in names[:9]})
+    rest = {n: tensors[n] for n in names[9:]}
+    write_gguf(paths[1], {"general.architecture": "qwen2"}, rest, dtype="float32")
+    for path in paths:
+        found, read = read_gguf(path)
+        assert read.keys() == tensors.keys() and found["qwen2.block_count"] == 2
+    np.testing.assert_array_equal(read[names[-1]].read(), tensors[names[-1]].read())
+    write_gguf(paths[1], {"general.architecture": "qwen2"}, dict([*rest.items()][1:]), dtype="float32")
+    with pytest.raises(UserError, match=f"have {len(names) - 1} tensors and the first says {len(names)}: download"):
+        read_gguf(paths[0])
+    paths[0].unlink()
+    with pytest.raises(UserError, match="m-00002-of-00002.gguf needs m-00001-of-00002.gguf beside it"):
+        read_gguf(paths[1])
