@@ -19,7 +19,9 @@ from pathlib import Path
 import jaxgpt
 
 NUMBERS = "two three four five six seven eight nine ten eleven twelve".split()
-NAMES = "Ana Ben Clara David Elena Felix Greta Hugo Ines Jonas Karin Luis Marta Nils Olga Pablo Rosa Simon Teresa Viktor"
+NAMES = (
+    "Ana Ben Clara David Elena Felix Greta Hugo Ines Jonas Karin Luis Marta Nils Olga Pablo Rosa Simon Teresa Viktor"
+)
 ITEMS = "apples bags of flour candles chairs cups lamps lemons notebooks oranges pencils plates pots ropes spoons tiles"
 ITEMS = ITEMS.replace("bags of flour", "bags_of_flour").split()
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()

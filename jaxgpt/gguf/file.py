@@ -47,6 +47,7 @@ USUAL: dict[str, Json] = {
     "llama": RMS,
     "qwen2": RMS | NO_BIAS,
     "qwen3": RMS | NO_BIAS | {"qk_norm": True},
+    "phi3": RMS | NO_BIAS,
     "gemma": GEMMA,
     "gemma2": GEMMA | {"norm_position": "sandwich"},
     "gemma3": GEMMA | {"norm_position": "sandwich", "qk_norm": True},
@@ -182,12 +183,15 @@ def _find_divisors(config: GPTConfig) -> np.ndarray:
 
 
 def _family(name: str) -> Family:
-    fused = {"attn/qkv": "attn_qkv"} if name in ("gpt2", "gptneox") else {f"attn/{x}": f"attn_{x}" for x in "qkv"}
+    has_qkv = name in ("gpt2", "gptneox", "phi3")
+    matrices = {"attn/qkv": "attn_qkv"} if has_qkv else {f"attn/{x}": f"attn_{x}" for x in "qkv"}
+    is_joined = name == "phi3"
+    matrices |= {"mlp/gate_up": "ffn_up"} if is_joined else {"mlp/c_gate": "ffn_gate", "mlp/c_fc": "ffn_up"}
     rules = weight_rules(
         {"wte": "token_embd", "wpe": "position_embd", "lm_head": "output", "ln_f": "output_norm"},
         "blk.{}",
-        fused
-        | {"attn/c_proj": "attn_output", "mlp/c_gate": "ffn_gate", "mlp/c_fc": "ffn_up", "mlp/c_proj": "ffn_down"}
+        matrices
+        | {"attn/c_proj": "attn_output", "mlp/c_proj": "ffn_down"}
         | NORMS[USUAL[name].get("norm_position", "pre")]
         | {"attn/q_norm": "attn_q_norm", "attn/k_norm": "attn_k_norm"},
         rotated="pairs" if name == "llama" else "rows",

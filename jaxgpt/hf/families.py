@@ -76,19 +76,27 @@ SANDWICH = {
 }
 
 
+MATRICES = {
+    **{"attn/q": "self_attn.q_proj", "attn/k": "self_attn.k_proj", "attn/v": "self_attn.v_proj"},
+    **{"mlp/c_gate": "mlp.gate_proj", "mlp/c_fc": "mlp.up_proj"},
+}
+JOINED = {"attn/qkv": "self_attn.qkv_proj", "mlp/gate_up": "mlp.gate_up_proj"}
+
+
 def llama_like(
     model_type: str,
     architecture: str,
     *config_rules: ConfigRule,
     norms: dict[str, str] = PRE,
+    matrices: dict[str, str] = MATRICES,
     tied: bool = False,
     eps: float = 1e-6,
     context: int = 2048,
     head_dim: int | None = None,
 ) -> Family:
-    """Return a family with Llama's names for tensors and sizes. The arguments after `norms` are for absent keys.
+    """Return a family with Llama's names for tensors and sizes. The arguments after `matrices` are for absent keys.
 
-    norms: our names of a layer's norms -> theirs.
+    norms, matrices: our names of a layer's norms, and of matrices that some families join -> theirs.
     """
     usual = (
         SIZES,
@@ -106,9 +114,9 @@ def llama_like(
         weight_rules=weight_rules(
             {"wte": "model.embed_tokens", "lm_head": "lm_head", "ln_f": "model.norm"},
             "model.layers.{}",
-            {"attn/q": "self_attn.q_proj", "attn/k": "self_attn.k_proj", "attn/v": "self_attn.v_proj"}
-            | {"attn/c_proj": "self_attn.o_proj", "attn/q_norm": "self_attn.q_norm", "attn/k_norm": "self_attn.k_norm"}
-            | {"mlp/c_gate": "mlp.gate_proj", "mlp/c_fc": "mlp.up_proj", "mlp/c_proj": "mlp.down_proj"}
+            {"attn/c_proj": "self_attn.o_proj", "mlp/c_proj": "mlp.down_proj"}
+            | {"attn/q_norm": "self_attn.q_norm", "attn/k_norm": "self_attn.k_norm"}
+            | matrices
             | norms,
         ),
     )
@@ -168,6 +176,18 @@ QWEN3 = llama_like(
     *QWEN_WINDOWS,
     context=32_768,
     head_dim=128,
+)
+PHI3 = llama_like(
+    "phi3",
+    "Phi3ForCausalLM",
+    rope(),
+    SILU,
+    always(qkv_bias=False, out_bias=False),
+    fields(sliding_window=("sliding_window", None), dropout=("resid_pdrop", 0.0)),
+    never(layer_types=None),
+    matrices=JOINED,
+    eps=1e-5,
+    context=4096,
 )
 GEMMA1 = llama_like(
     "gemma",
@@ -251,7 +271,7 @@ OLMO2 = llama_like(
 # If several families can express an architecture, the first is written, which most programs can read.
 FAMILIES = {
     family.model_type: family
-    for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA1, GEMMA2, GEMMA3, GPT_NEOX, OLMO2)
+    for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA1, GEMMA2, GEMMA3, GPT_NEOX, OLMO2)
 }
 
 

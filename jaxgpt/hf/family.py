@@ -273,6 +273,10 @@ class WeightRule(NamedTuple):
     layout: Layout = "same"
 
 
+# Modules that share a tensor in some families, by the name of it in rules.
+FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("c_gate", "c_fc")}
+
+
 def weight_rules(
     top: dict[str, str],
     layer: str,
@@ -287,7 +291,7 @@ def weight_rules(
     Args:
         top: the path of our module -> theirs, outside of the layers.
         layer: the prefix of their names in a layer.
-        inside: the path of our module in a layer -> theirs after the prefix. attn/qkv: q, k and v share a tensor.
+        inside: the path of our module in a layer -> theirs after the prefix. See `FUSED` for those that share a tensor.
         matrices: layout of linear layers.
         fused: layout of attn/qkv.
         rotated: layout of attn/q and attn/k.
@@ -303,24 +307,28 @@ def weight_rules(
             rules += [WeightRule((f"{ours}/{x}",), f"{theirs}.{y}") for x, y in (("scale", "weight"), ("bias", "bias"))]
         else:
             layout = {"qkv": fused, "q": rotated, "k": rotated}.get(last, matrices)
-            paths = [f"{place}/{x}" for x in "qkv"] if last == "qkv" else [ours]
+            paths = [f"{place}/{x}" for x in FUSED[last]] if last in FUSED else [ours]
             for x, y in (("kernel", "weight"), ("bias", "bias")):
                 rules.append(WeightRule(tuple(f"{path}/{x}" for path in paths), f"{theirs}.{y}", layout))
     return tuple(rules)
 
 
-def split(theirs: np.ndarray, count: int, layout: Layout, head_dim: int) -> list[np.ndarray]:
-    """Split a tensor of a file into `count` of our arrays, views where possible. head_dim: elements per head."""
+def split(theirs: np.ndarray, outputs: Sequence[int], layout: Layout, head_dim: int) -> list[np.ndarray]:
+    """Split a tensor of a file into our arrays, views where possible.
+
+    outputs: the last axis of each array. head_dim: elements per head.
+    """
+    cuts = np.cumsum(outputs)[:-1]
     if layout == "same":
         return [theirs]
     if layout == "columns":
-        return np.split(theirs, count, axis=-1)
+        return np.split(theirs, cuts, axis=-1)
     if layout in ("heads", "pairs"):
-        parts = (count, head_dim) if layout == "heads" else (head_dim // 2, 2)
+        parts = (len(outputs), head_dim) if layout == "heads" else (head_dim // 2, 2)
         theirs = theirs.reshape(-1, *parts, *theirs.shape[1:])
         axes = (0, 1) if layout == "heads" else (1, 2)
         theirs = theirs.swapaxes(*axes).reshape(-1, *theirs.shape[3:])
-    return [x.T for x in np.split(theirs, count)]
+    return [x.T for x in np.split(theirs, cuts)]
 
 
 def join(ours: Sequence[np.ndarray], layout: Layout, head_dim: int) -> np.ndarray:

@@ -212,11 +212,12 @@ def read_params(
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     params: dict[str, Any] = {}
     head_dim, broken = config.shape.head_dim, []
-    for rule in family.expand_rules(config, shapes_of(config)):
-        tensor = tensors[rule.theirs].read()
+    shapes = shapes_of(config)
+    for rule in family.expand_rules(config, shapes):
+        tensor, outputs = tensors[rule.theirs].read(), [shapes[path][-1] for path in rule.ours]
         if not np.isfinite(tensor).all():
             broken.append(rule.theirs)
-        for path, part in zip(rule.ours, split(tensor, len(rule.ours), rule.layout, head_dim), strict=True):
+        for path, part in zip(rule.ours, split(tensor, outputs, rule.layout, head_dim), strict=True):
             params[path] = jax.make_array_from_callback(
                 part.shape,
                 here if places is None else places[path],

@@ -31,6 +31,7 @@ MODELS = {name: SHAPES[name] for name in (*ONE_EACH, *MORE)} | {
     "gemma3": ("gemma3_text", BODY | WINDOWS | dict(sliding_window_pattern=2, final_logit_softcapping=9.0)),
     "gemma3-every-6": ("gemma3_text", BODY | WINDOWS | dict(num_hidden_layers=7)),
     "llama-3.2": ("llama", BODY | dict(rope_parameters=LLAMA3 | dict(original_max_position_embeddings=8192))),
+    "phi3": ("phi3", BODY),
     "neox-in-series": ("gpt_neox", NEOX | SMALL | dict(use_parallel_residual=False, tie_word_embeddings=True)),
 }
 
@@ -129,6 +130,7 @@ PEERS = {
     "F16": ("gpt2", GPT2 | dict(n_positions=1024)),
     "Q8_0": MODELS["llama"],
     "Q4_0": MODELS["qwen2"],
+    "Q5_0": ("phi3", BODY),
     "Q5_1": ("qwen3", BODY | dict(head_dim=128)),
     "BF16": ("gemma2", GEMMA),
     "Q4_1": ("gemma3_text", GEMMA | dict(num_hidden_layers=7)),
@@ -145,7 +147,8 @@ def test_transformers_computes_the_same_from_the_file(quantisation, tmp_path, mo
     fields = {key: x for key, x in fields.items() if not key.startswith("jaxgpt.")}
     kind = gguf.GGMLQuantizationType[quantisation]
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", fields.pop("general.architecture"))
-    for key, value in (fields | {"tokenizer.ggml.model": "none"}).items():
+    tokens = {"tokenizer.ggml.model": "none", "tokenizer.ggml.padding_token_id": 0}  # theirs is for larger vocabularies
+    for key, value in (fields | tokens).items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add[type(value)](key, value)
     writer.add_token_list([f"t{i}" for i in range(260)])

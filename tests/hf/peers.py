@@ -42,6 +42,7 @@ SHAPES = {
     "qwen2-windows": ("qwen2", BODY | dict(use_sliding_window=True, sliding_window=9, max_window_layers=0)),
     "qwen3": ("qwen3", BODY | dict(head_dim=12)),
     "qwen3-biases": ("qwen3", BODY | dict(head_dim=6, attention_bias=True, num_key_value_heads=4)),
+    "phi3": ("phi3", BODY | dict(sliding_window=9)),
     "gemma": ("gemma", BODY | dict(head_dim=16, num_key_value_heads=1)),
     "gemma2": ("gemma2", BODY | dict(head_dim=8, num_hidden_layers=3, sliding_window=6, query_pre_attn_scalar=11)),
     "gemma3": (

@@ -23,6 +23,7 @@ MODELS = {
     "mistral": BODY | dict(sliding_window=7),
     "qwen2": BODY | dict(use_sliding_window=True, sliding_window=9, max_window_layers=0),
     "qwen3": BODY | dict(use_sliding_window=True, sliding_window=9, max_window_layers=0, head_dim=12),
+    "phi3": BODY | dict(sliding_window=7),
     "gemma": BODY | dict(head_dim=16),
     "gemma2": BODY | dict(head_dim=8, sliding_window=6),
     "gemma3_text": BODY | dict(head_dim=8, sliding_window=5),
