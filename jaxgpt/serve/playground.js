@@ -166,7 +166,7 @@ class Pane {
           : this.messages.slice(0, -1); // its answer failed
         messages.push({ role: "user", content: text });
       }
-      const asked = isChat() ? { messages } : { prompt: text, as_prompt: true };
+      const asked = isChat() ? { messages } : { prompt: text };
       const { tokens: prompt } = await askJson("/tokenize", { model, ...asked }, signal);
       [this.messages, this.branches] = [messages, [{ prompt, given: isChat() ? "" : text, tokens: [], name: "first" }]];
       this.show(this.branches[0]);

@@ -29,9 +29,17 @@ from jaxgpt.sample.programs import MAX_TOP, check_ids
 IGNORED = ("user", "store", "metadata", "service_tier", "reasoning_effort", "verbosity")
 IGNORED += ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "prediction")
 # Clients send these values to ask for nothing, as null does. Parameters that are refused otherwise are among them.
-NEUTRAL: dict[str, tuple[Any, ...]] = {"top_k": (0, -1), "seed": (-1,), "logprobs": (False,)}
-NEUTRAL |= {"suffix": ("",), "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],)}
-NEUTRAL |= {"best_of": (1,), "min_tokens": (0,), "add_generation_prompt": (True,), "continue_final_message": (False,)}
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_k": (0, -1),
+    "seed": (-1,),
+    "logprobs": (False,),
+    "suffix": ("",),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "best_of": (1,),
+    "min_tokens": (0,),
+}
 STREAM_OPTIONS = ("include_usage", "include_obfuscation")  # the second pads events, against who measures their lengths
 # The fields of `Sampling` in a request. A temperature of 0 is greedy.
 FILTERS = {name: hint for name, hint in field_hints(Sampling).items() if name != "greedy"}
@@ -158,8 +166,6 @@ class TokenizeParameters:
     model: str | None = None
     prompt: str | None = None
     messages: Any = None
-    add_special_tokens: bool = True
-    as_prompt: bool = False  # the ids that `/v1/completions` continues
     return_token_strs: bool = False
 
 
@@ -179,7 +185,7 @@ def parse(kind: type[Fields], raw: bytes, temperature: float = 1.0) -> Fields:
     filters = FILTERS if hints.pop("sampling", None) else {}
     hints |= filters
     for name, value in body.items():
-        neutral = NEUTRAL.get(name, ()) + ((body.get("n"),) if name == "best_of" else ())
+        neutral = NEUTRAL.get(name, ())
         is_neutral = any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral)
         if value is None or name in IGNORED or is_neutral:
             continue
@@ -340,18 +346,12 @@ class Served:
         return self._check_ids(ids, "messages")
 
     def tokenize(self, p: TokenizeParameters) -> dict[str, Any]:
-        """Return the response with the ids of a prompt or of messages. A text that is one special token becomes it."""
-        tokenizer = self.run.tokenizer
+        """Return the response with the ids of a prompt, as completions read it, or of messages."""
         if p.prompt is None:
             ids = self.encode_messages(p.messages)
-        elif p.as_prompt:
-            ids = self.encode(p.prompt)
-        elif p.prompt in tokenizer.specials:
-            ids = [tokenizer.specials[p.prompt]]
         else:
             with _naming("prompt"):
-                ids = tokenizer.encode(p.prompt).tolist()
-            ids = [*tokenizer.prefix, *ids] if p.add_special_tokens else ids
+                (ids,) = self.run.prompt_format.encode([p.prompt], chat=False)
         texts = [self.text_of(i) for i in ids] if p.return_token_strs else None
         return {"count": len(ids), "max_model_len": self.block_size, "tokens": ids, "token_strs": texts}
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
-import email.message
 import hmac
 import ipaddress
-import math
 import re
 import secrets
 import signal
@@ -23,9 +21,9 @@ from urllib.parse import quote
 import jax
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxgpt.errors import UserError, reason_of
 from jaxgpt.files import render_json
@@ -40,14 +38,10 @@ from jaxgpt.serve.responses import refuse, render_event
 from jaxgpt.serve.scheduler import Scheduler
 
 LARGEST_BODY = 2**20  # bytes
-BODY_TIMEOUT = 10.0  # seconds for the body
-# Seconds between two looks at a connection, in which a client sends a head, and reads so many bytes or all there are.
-STALLED, LEAST_READ = 10.0, 2**16
 QUEUE = 4  # rows that may wait, for each slot
 CONNECTIONS = 256
 KEEP_ALIVE = 30  # seconds for which an idle connection stays open. Clients give theirs up after fewer
 HOST = re.compile(r"(\[.*\]|[^:]*)(?::[0-9]*)?")  # an address or a name, and perhaps a port
-JSON_TYPES = [("application/json", charset) for charset in ("utf-8", "utf8", "us-ascii")]
 LONGEST_PATH = 200  # characters of a path in the log
 OPEN = ("/", "/health")  # the page has no secrets, and asks for the key itself
 COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's event, seen in 0.10.2
@@ -157,11 +151,11 @@ def serve(app: ASGIApp, compile_all: Callable[..., None], listener: socket.socke
 
 
 def make_uvicorn(app: ASGIApp) -> uvicorn.Server:
-    """Return uvicorn with deadlines and limits."""
+    """Return uvicorn with its limits."""
     config = uvicorn.Config(
         app,
         loop="asyncio",
-        http=Deadlines,
+        http="h11",
         ws="none",
         lifespan="on",
         log_level="error",
@@ -178,7 +172,6 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LEAST_READ)  # else megabytes wait in the system
     except (OSError, UnicodeError) as e:
         reason = reason_of(e)
         raise UserError(f"cannot listen on {host} port {port}: {reason}. Name another with --host or --port") from None
@@ -229,7 +222,7 @@ class Guard:
 
         try:
             self._check(scope)
-            body = await self._read(scope, receive)
+            body = await self._read(receive)
             if body is not None:
                 await self._run(scope, body, receive, sending)
         except RequestError as e:
@@ -250,30 +243,20 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         """Raise `RequestError` for a request from a host or an origin that is not allowed, or without the key."""
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        if headers.keys() >= {b"content-length", b"transfer-encoding"}:  # a proxy may find another end of the request
-            raise RequestError("Content-Length and Transfer-Encoding together: needs one of them")
-        host, origin = headers.get(b"host", "").lower(), headers.get(b"origin")
-        found = HOST.fullmatch(host)
-        name = found[1] if found else ""
-        try:  # an address cannot be pointed elsewhere, as a name can
-            ipaddress.IPv6Address(name[1:-1]) if name.startswith("[") else ipaddress.IPv4Address(name)
-        except ValueError:
-            # A page elsewhere, under a name that was made to point here (DNS rebinding), calls the server by that name.
-            if not {host, name} & self._names:
-                message = f"the server is not called {host[:80]!r}: use an address, or start it with --allowed-host"
-                raise RequestError(message, status=403, code="host") from None
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host", "").lower(), headers.get("origin")
+        if not self._is_known(host):
+            message = f"the server is not called {host[:80]!r}: use an address, or start it with --allowed-host"
+            raise RequestError(message, status=403, code="host")
         is_read = scope["method"] in ("GET", "HEAD")
         is_known = origin is None or origin.lower().partition("://")[2] == host or {origin, "*"} & self._origins
         if not is_read and not is_known:
             message = f"a page of {origin[:80]!r} may not use this server: start it with --allowed-origin"
             raise RequestError(message, status=403, code="origin")
-        kind = email.message.Message()
-        kind["content-type"] = headers.get(b"content-type", "")
-        is_json = (kind.get_content_type(), kind.get_content_charset("utf-8")) in JSON_TYPES
-        if scope["method"] == "POST" and not is_json:
-            raise RequestError("the Content-Type must be application/json, and its charset utf-8", status=415)
-        scheme, _, given = headers.get(b"authorization", "").partition(" ")
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and kind != "application/json":
+            raise RequestError("the Content-Type must be application/json", status=415)
+        scheme, _, given = headers.get("authorization", "").partition(" ")
         given = given.strip().encode() if scheme.lower() == "bearer" else b""
         if self._key is not None and scope["path"] not in OPEN and not hmac.compare_digest(given, self._key.encode()):
             message = "the key is missing or wrong: send it as Authorization: Bearer KEY"
@@ -281,25 +264,33 @@ class Guard:
         if self._scheduler.status == "starting" and scope["path"] != "/health":
             raise RequestError("the server is still compiling: try again later", status=503, code="starting")
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """Return the body, counted while it arrives, or None if the client left."""
-        too_large = RequestError(f"the body is larger than {LARGEST_BODY:,} bytes, the limit", status=413)
-        length = dict(scope["headers"]).get(b"content-length", b"0")
-        if len(length) > 20 or int(length) > LARGEST_BODY:  # only digits, or it would not have come so far
-            raise too_large
-        body, message = bytearray(), {"more_body": True}
+    def _is_known(self, host: str) -> bool:
+        """Return whether a Host header has an address or a name of the server.
+
+        A page elsewhere, under a name that was made to point here (DNS rebinding), calls the server by that name. An
+        address cannot be pointed elsewhere.
+        """
+        found = HOST.fullmatch(host)
+        name = found[1] if found else ""
+        if {host, name} & self._names:
+            return True
         try:
-            async with asyncio.timeout(BODY_TIMEOUT):
-                while message.get("more_body", False):
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    body += message.get("body", b"")
-                    if len(body) > LARGEST_BODY:
-                        raise too_large
-                return bytes(body)
-        except TimeoutError:
-            raise RequestError(f"the body took longer than {BODY_TIMEOUT:g} s", status=408) from None
+            ipaddress.IPv6Address(name[1:-1]) if name.startswith("[") else ipaddress.IPv4Address(name)
+        except ValueError:
+            return False
+        return True
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """Return the body, counted while it arrives, or None if the client left."""
+        body, message = bytearray(), {"more_body": True}
+        while message.get("more_body", False):
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            if len(body) > LARGEST_BODY:
+                raise RequestError(f"the body is larger than {LARGEST_BODY:,} bytes, the limit", status=413)
+        return bytes(body)
 
     async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Run the application until it ends, the client leaves, or the time is over."""
@@ -329,50 +320,3 @@ class Guard:
             for task in (work, gone):
                 task.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
-
-
-class Deadlines(H11Protocol):
-    """HTTP that drops a client which sends no whole head or does not read, and would hold a connection for ever.
-
-    uvicorn's own timer runs between a response and the first byte after it.
-    """
-
-    _timer: asyncio.TimerHandle
-    _awaited: tuple[Any, ...] = ()  # the request before the one with the head that was awaited at the last look
-    _unread = math.inf  # bytes that were not read at the last look
-
-    def connection_made(self, transport: Any) -> None:
-        """Begin to look at the connection."""
-        super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # any byte that is not sent pauses writing, also while closing
-        self._timer = self.loop.call_later(STALLED, self._look)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop looking at the connection."""
-        self._timer.cancel()
-        super().connection_lost(exc)
-
-    def resume_writing(self) -> None:
-        """Note that the client has read everything."""
-        self._unread = math.inf
-        super().resume_writing()
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuse a request that turns out not to be HTTP. What the application answers to its head is dropped."""
-        super().send_400_response(msg)
-        if self.cycle is not None:
-            self.cycle.disconnected = True
-
-    def _look(self) -> None:
-        """Drop the client if it has stood still since the last look."""
-        left, before = self.transport.get_write_buffer_size(), self._unread
-        is_begun = self.timeout_keep_alive_task is None and (self.cycle is None or self.cycle.response_complete)
-        awaited, self._awaited = self._awaited, (self.cycle,) if is_begun else ()
-        self._unread = left or math.inf
-        if left and before < math.inf and before - left < LEAST_READ:
-            self.transport.abort()
-            return
-        if is_begun and awaited == self._awaited and not self.transport.is_closing():
-            self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
-            self.transport.close()
-        self._timer = self.loop.call_later(STALLED, self._look)

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+import uvicorn
 from starlette.testclient import TestClient
 
 from jaxgpt.data.dataset import DataConfig, open_data
@@ -19,10 +20,10 @@ from jaxgpt.serve.scheduler import Scheduler
 from jaxgpt.serve.server import guard, make_log, make_server
 from tests.helpers import make_model, recorded_run
 
-BLOCK = 96
+BLOCK = 1200  # bytes, which hold the description of tools
 JSON = {"content-type": "application/json"}
 HELLO = [{"role": "user", "content": "hello"}]
-CHAT = "/v1/chat/completions"
+TEXTS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 class FakeEngine:
@@ -36,6 +37,7 @@ class FakeEngine:
         self.gate = threading.Event()  # closed, it holds every step
         self.gate.set()
         self.cancelled, self.submitted, self.steps = [], 0, 0
+        self.is_broken = False
 
     @property
     def num_free(self):
@@ -51,6 +53,8 @@ class FakeEngine:
         assert self.gate.wait(30)
         time.sleep(self.delay)
         self.steps += 1
+        if self.is_broken and self.steps > 1:
+            raise RuntimeError("out of memory")
         pieces = []
         for slot, (request, done) in list(self.running.items()):
             count = burst if self.endless else min(burst, request.max_new_tokens - done)
@@ -84,12 +88,10 @@ def fake_score(ids) -> PromptScores:
 @pytest.fixture(scope="session")
 def byte_run(tmp_path_factory, text_file):
     """A run with random parameters that reads and writes bytes, so that characters are split."""
-    return make_byte_run(tmp_path_factory.mktemp("serve") / "tiny", text_file, BLOCK)
-
-
-def make_byte_run(directory, text_file, block_size):
-    config = DataConfig(path=str(text_file), tokenizer="byte")
-    run = recorded_run(directory, config, open_data(config, block_size=block_size), block_size=block_size)
+    directory = tmp_path_factory.mktemp("serve")
+    (directory / "t.txt").write_text(text_file.read_text() * 10)
+    config = DataConfig(path=str(directory / "t.txt"), tokenizer="byte")
+    run = recorded_run(directory / "tiny", config, open_data(config, block_size=BLOCK), block_size=BLOCK)
     return dataclasses.replace(run, params=make_model(run.model.config)[1]).for_decoding()
 
 
@@ -99,8 +101,14 @@ class Client(TestClient):
     def __init__(self, app, **options):
         super().__init__(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False, **options)
 
-    def ask(self, path="/v1/completions", **body):
+    def ask(self, path=TEXTS, **body):
         return self.post(path, json=body)
+
+    def choices(self, path=TEXTS, **body):
+        """The text, log-probabilities and end of each choice, of a whole response or a stream."""
+        response = self.ask(path, **body)
+        assert response.status_code == 200, response.text
+        return join_choices(read_events(response.text) if body.get("stream") else [response.json()])
 
     def sample(self, name):
         """The value of a metric."""
@@ -115,48 +123,49 @@ def faked(byte_run):
 
         def start(engine=None, *, run=byte_run, key=None, queue=4, hosts=(), origins=(), timeout=20.0, **naming):
             engine = engine or FakeEngine()
-            scheduler, lines = Scheduler(engine, fake_score, queue=queue, log=lambda line: None), []
-            requests = []  # what the log has of each
+            scheduler, lines, requests = Scheduler(engine, fake_score, queue=queue, log=lambda line: None), [], []
             app = make_app(Served(run, slots=engine.slots, queue=queue, **naming), scheduler, lines.append)
-            app = guard(
-                app,
-                scheduler,
-                key=key,
-                hosts=hosts,
-                origins=origins,
-                timeout=timeout,
-                log=lambda **fields: requests.append(fields),
-            )
+            limits = {"hosts": hosts, "origins": origins, "timeout": timeout}
+            app = guard(app, scheduler, key=key, **limits, log=lambda **fields: requests.append(fields))
             client = stack.enter_context(Client(app))
-            client.requests = requests
-            client.guard, client.engine, client.scheduler, client.lines = app, engine, scheduler, lines
+            client.requests, client.lines = requests, lines  # what the log has of each, and of prompts
+            client.guard, client.engine, client.scheduler = app, engine, scheduler
             return client
 
         yield start
 
 
-def start_server(run):
-    """The application over the engine of a run."""
-    silent = make_log(lambda line: None)
-    options = ServeOptions(slots=4, prefix_cache_mb=10, timeout=60.0, reproducible=True)
-    app, compile_all = make_server(run, options, log=silent)
-    compile_all(lambda program: None)
-    return app
-
-
 @pytest.fixture(scope="session")
 def real(byte_run):
-    """A client of a server with an engine."""
-    with Client(start_server(byte_run)) as client:
+    """A client of a server with an engine, whose application is in `guard`."""
+    options = ServeOptions(slots=4, prefix_cache_mb=10, timeout=60.0, reproducible=True)
+    app, compile_all = make_server(byte_run, options, log=make_log(lambda line: None))
+    compile_all(lambda program: None)
+    with Client(app) as client:
+        client.guard = app
         yield client
 
 
-def refused(response, param, *words, status=400):
-    """Assert that a response says in OpenAI's form what is wrong, in these words."""
+@contextlib.contextmanager
+def listening(app):
+    """Serve an application on a port, which a client has begun already. Yields its address."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    wait_for(lambda: server.started)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.force_exit = server.should_exit = True
+        thread.join(20)
+
+
+def refused(response, param, status=400):
+    """Assert that a response says in OpenAI's form what is wrong."""
     error = response.json()["error"]
     assert response.status_code == status, error
     assert set(error) == {"message", "type", "param", "code"} and error["param"] == param, error
-    assert error["message"] and len(error["message"]) < 1000 and all(word in error["message"] for word in words), error
+    assert 0 < len(error["message"]) < 1000 and "Traceback" not in error["message"], error
 
 
 def join_choices(parts):
@@ -170,12 +179,11 @@ def join_choices(parts):
         said, logprobs = choice.get("message") or choice.get("delta") or choice, choice["logprobs"] or {}
         held["text"] += said.get("content") or said.get("text") or ""
         held["text"] += "".join(call["function"]["arguments"] for call in said.get("tool_calls", ()))
-        held["logprobs"] += logprobs.get("token_logprobs") or [
-            token["logprob"] for token in logprobs.get("content", ())
-        ]
+        tokens = [token["logprob"] for token in logprobs.get("content", ())]
+        held["logprobs"] += logprobs.get("token_logprobs") or tokens
         assert held["finish"] is None, "a choice goes on after its end"
         held["finish"] = choice["finish_reason"]
-    assert sorted(found) == list(range(len(found)))
+    assert sorted(found) == list(range(len(found))) and all(choice["finish"] for choice in found.values())
     return [found[index] for index in sorted(found)]
 
 
@@ -187,9 +195,8 @@ def read_events(answer):
 
 
 def wait_for(condition, seconds=20.0, every=0.001):
-    """Return the seconds until the condition holds."""
+    """Wait until the condition holds."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < seconds, f"not within {seconds} s"
         time.sleep(every)
-    return time.monotonic() - began

@@ -3,8 +3,10 @@
 import json
 import re
 
+import pytest
+
 from jaxgpt.serve.server import make_log
-from tests.serve.conftest import BLOCK, CHAT, HELLO, FakeEngine, read_events, refused, wait_for
+from tests.serve.conftest import BLOCK, CHAT, HELLO, TEXTS, FakeEngine, read_events, refused, wait_for
 
 
 def events(response):
@@ -14,9 +16,7 @@ def events(response):
 
 
 def test_a_completion(faked):
-    response = faked().ask(prompt="abc", max_tokens=7, seed=1, model="tiny", user="me")
-    body = response.json()
-    assert response.status_code == 200
+    body = faked().ask(prompt="abc", max_tokens=7, seed=1, model="tiny", user="me").json()
     assert body["object"] == "text_completion" and body["model"] == "tiny" and body["id"].startswith("cmpl-")
     assert body["choices"] == [{"index": 0, "text": "abcabca", "logprobs": None, "finish_reason": "length"}]
     usage = {"prompt_tokens": 3, "completion_tokens": 7, "total_tokens": 10}
@@ -50,6 +50,8 @@ def test_a_chat(faked):
     (choice,) = body["choices"]
     assert body["object"] == "chat.completion" and choice["finish_reason"] == "length"
     assert choice["message"] == {"role": "assistant", "content": "Use"}
+    parts = [{"role": "user", "content": [{"type": "text", "text": part} for part in ("hel", "lo")]}]
+    assert client.ask(CHAT, messages=parts, max_tokens=3).json()["choices"] == body["choices"]
     chunks = events(client.ask(CHAT, **asked, stream=True))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas == [{"role": "assistant", "content": ""}, {"content": "Use"}, {}]
@@ -58,8 +60,7 @@ def test_a_chat(faked):
 
 
 def test_logprobs_of_a_chat(faked):
-    messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
-    asked = dict(messages=messages, max_completion_tokens=1, logprobs=True, top_logprobs=2)
+    asked = dict(messages=[{"role": "user", "content": "x"}], max_completion_tokens=1, logprobs=True, top_logprobs=2)
     client = faked()
     logprobs = client.ask(CHAT, **asked).json()["choices"][0]["logprobs"]
     (entry,) = logprobs["content"]
@@ -73,32 +74,34 @@ def test_echo_has_the_logprobs_of_the_prompt(faked):
     client = faked()
     (choice,) = client.ask(prompt="aé", echo=True, logprobs=2, max_tokens=1).json()["choices"]
     logprobs = choice["logprobs"]
-    assert choice["text"] == "aéa"
-    assert logprobs["tokens"] == ["a", "�", "�", "a"] and logprobs["token_ids"] == [97, 195, 169, 97]
-    assert logprobs["token_logprobs"] == [None, -1.0, -1.0, -0.5]
-    assert logprobs["text_offset"] == [0, 1, 1, 2]
+    assert choice["text"] == "aéa" and logprobs["tokens"] == ["a", "�", "�", "a"]
+    assert logprobs["token_logprobs"] == [None, -1.0, -1.0, -0.5] and logprobs["text_offset"] == [0, 1, 1, 2]
     assert logprobs["top_logprobs"][0] is None and logprobs["top_logprobs"][3] == {"a": -0.5, "\0": -1.5}
     assert logprobs["top_token_ids"] == [[], [195, 0], [169, 0], [97, 0]]
     (only,) = client.ask(prompt="aé", echo=True, logprobs=0, max_tokens=0).json()["choices"]
     assert (only["text"], only["finish_reason"]) == ("aé", "length")
     assert only["logprobs"]["token_logprobs"] == [None, -1.0, -1.0]
-    assert only["logprobs"]["top_logprobs"] == [None, {"�": -1.0}, {"�": -1.0}]
 
 
-def test_a_stop_string_ends_text_tokens_and_slot(faked):
-    client = faked(FakeEngine(delay=0.002, endless=True))
-    body = client.ask(prompt="abcd", max_tokens=60, stop="da", logprobs=0).json()
-    (choice,) = body["choices"]
-    assert (choice["text"], choice["finish_reason"]) == ("abc", "stop")
-    assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
-    assert body["usage"]["completion_tokens"] == 5  # those that were drawn until it was seen
+@pytest.mark.parametrize("path", [TEXTS, CHAT])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_text_tokens_and_slot(faked, path, stream):
+    """Also where it begins in one burst and ends in the next."""
+    client = faked(FakeEngine(delay=0.002, endless=True, answer=b"abcdefghij"))
+    asked = {"prompt": "a", "logprobs": 0} if path == TEXTS else {"messages": HELLO, "logprobs": True}
+    (choice,) = client.choices(path, **asked, max_tokens=60, stop=["zz", "ghia", "ija"], stream=stream)
+    assert (choice["text"], choice["finish"], len(choice["logprobs"])) == ("abcdefgh", "stop", 8)
     wait_for(lambda: client.engine.cancelled)
     assert client.engine.cancelled == [0] and not client.engine.running
 
 
-def test_stop_tokens_of_a_request(faked):
-    (choice,) = faked().ask(prompt="abcd", max_tokens=20, stop_token_ids=[99]).json()["choices"]
-    assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")
+def test_stop_tokens_of_a_request_and_of_the_run(faked):
+    (choice,) = faked().choices(prompt="abcd", max_tokens=20, stop_token_ids=[99])
+    assert (choice["text"], choice["finish"]) == ("ab", "stop")
+    client = faked(FakeEngine(answer=b"a\x03"))
+    for more, text, finish in (({}, "a", "stop"), ({"ignore_eos": True}, "a\x03" * 5, "length")):
+        (choice,) = client.choices(CHAT, messages=HELLO, max_tokens=10, **more)
+        assert (choice["text"], choice["finish"]) == (text, finish)
 
 
 def test_streamed_logprobs_joined_are_those_of_the_completion(faked):
@@ -123,49 +126,36 @@ def test_models_tokens_and_health(faked):
     ).json()  # the text of ids, as the page asks for it
     assert echo["choices"][0]["text"] == "né"
     assert client.get("/health").json() == {"status": "ok"}
-    assert client.get("/").headers["content-security-policy"]
 
 
 def test_a_model_has_the_names_it_is_given(faked):
     client = faked(names=["mine", "gpt-4o"])
     assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["mine", "gpt-4o"]
-    for name in ("mine", "gpt-4o"):
-        assert client.ask(prompt="a", model=name).json()["model"] == "mine"
-    refused(client.ask(prompt="a", model="tiny"), "model", "'mine' or 'gpt-4o'", status=404)
+    assert client.ask(prompt="a", model="gpt-4o").json()["model"] == "mine"
+    refused(client.ask(prompt="a", model="tiny"), "model", status=404)
+    refused(client.get("/v1/models/tiny"), "model", status=404)
     anything = faked(any_name=True)
     assert anything.ask(prompt="a", model="gpt-3.5-turbo").json()["model"] == "tiny"
     assert anything.get("/v1/models/gpt-3.5-turbo").json()["id"] == "gpt-3.5-turbo"
 
 
-def test_every_answer_has_an_id(faked):
-    client = faked()
-    ours = {client.ask(prompt="a").headers["x-request-id"], client.get("/v2").headers["x-request-id"]}
-    assert len(ours) == 2
-    assert client.get("/health", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
-    for bad in ("", "x" * 200, "a b"):
-        assert client.get("/health", headers={"x-request-id": bad}).headers["x-request-id"] not in ("", bad)
-
-
-def test_each_request_has_one_line_without_its_texts(faked):
+def test_each_request_has_an_id_and_one_line_without_its_texts(faked):
     client, lines = faked(), []
     client.ask(prompt="secret", max_tokens=5)
     client.ask(CHAT, messages=HELLO, max_tokens=3, stream=True)
     client.ask(prompt="secret", temperature="secret")
-    client.get("/v2/%0Asecond?key=secret", headers={"x-request-id": "mine-1"})
+    answer = client.get("/v2/%0Asecond?key=secret", headers={"x-request-id": "mine-1"})
+    assert answer.headers["x-request-id"] == "mine-1"
     for form, fields in zip(["text", "json", "json", "text"], client.requests, strict=True):
         make_log(lines.append, form)(**fields)
-    make_log(lines.append, "json")("ready")
-    time, start = r"\d{4}-\d\d-\d\dT\S+", "method=POST path=/v1/completions status=200"
-    assert re.fullmatch(
-        rf"{time} {start} prompt_tokens=6 completion_tokens=5 seconds=\d\S* id=[0-9a-f]{{32}}", lines[0]
-    )
-    chat, bad, said = (json.loads(lines[at]) for at in (1, 2, 4))
-    assert (chat["path"], chat["status"], chat["completion_tokens"]) == (CHAT, 200, 3) and re.fullmatch(
-        time, chat["time"]
-    )
-    assert (bad["status"], bad["prompt_tokens"], said["message"]) == (400, 0, "ready")
-    assert " method=GET path=/v2/%0Asecond status=404 " in lines[3] and lines[3].endswith(" id=mine-1")
-    assert "secret" not in str(lines)
+    start = "method=POST path=/v1/completions status=200 prompt_tokens=6 completion_tokens=5"
+    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\dT\S+ {start} seconds=\d\S* id=[0-9a-f]{{32}}", lines[0])
+    chat, bad = json.loads(lines[1]), json.loads(lines[2])
+    assert (chat["path"], chat["status"], chat["completion_tokens"]) == (CHAT, 200, 3)
+    assert (bad["status"], bad["prompt_tokens"]) == (400, 0)
+    assert " method=GET path=/v2/%0Asecond status=404 " in lines[3] and "secret" not in str(lines)
+    for unsafe in ("", "x" * 200, "a b"):
+        assert client.get("/health", headers={"x-request-id": unsafe}).headers["x-request-id"] not in ("", unsafe)
 
 
 def test_metrics_count(faked):
@@ -178,9 +168,4 @@ def test_metrics_count(faked):
     assert (client.sample("prompt_tokens_total"), client.sample("completion_tokens_total")) == (3, 5)
     assert client.sample("slots") == 2 and client.sample("slots_used") == client.sample("waiting") == 0
     assert client.sample("first_token_seconds_count") == client.sample('first_token_seconds_bucket{le="+Inf"}') == 1
-    text = client.get("/metrics").text
-    names = (
-        "http_requests_total disconnects_total prompt_tokens_total cached_tokens_total completion_tokens_total waiting"
-    )
-    names += " slots_used slots compilations_total first_token_seconds between_tokens_seconds request_seconds"
-    assert re.findall("^# TYPE jaxgpt_(.*) [a-z]+$", text, re.MULTILINE) == names.split()
+    assert {client.sample(f"{name}_total") for name in ("disconnects", "cached_tokens", "compilations")} == {0}
