@@ -120,7 +120,7 @@ def fit(
         stack.push(training.close)
         log = RunLog(directory, experiment, trainer, start, callbacks, show=progress and is_first)
         stack.callback(log.close)
-        profiler = StepProfiler(trainer.lower, profiled, directory / "profile", log.say)
+        profiler = StepProfiler(profiled, directory / "profile", log.say)
         stack.callback(profiler.close)
         watch = stack.enter_context(multihost.watch_progress())
         for line in introduction(training, start):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import io
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from jaxgpt.errors import UserError, reason_of
 from jaxgpt.files import render_json
@@ -23,109 +24,43 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # a file cannot be 
 @contextlib.contextmanager
 def report_errors() -> Iterator[None]:
     """Turn errors of the user and of the system into `SystemExit`, with the reason on stderr."""
-    with _standard_streams() as stdout:
-        try:
-            with _filter_hooks():
-                try:
-                    yield
-                finally:
-                    stdout.flush()  # here, where an error can still be reported
-        except UserError as e:
-            say_error(e)
-            raise SystemExit(2) from None
-        except KeyboardInterrupt as e:  # `Preempted` says how to go on. Elsewhere there is nothing to save
-            say(str(e) or "interrupted")
-            raise SystemExit(1) from None
-        except OSError as e:  # a full disk, a directory without permission: not a bug of ours
-            if stdout.is_broken and isinstance(e, BrokenPipeError):  # `jaxgpt sample | head`
-                raise SystemExit(1) from None
-            place = "stdout" if stdout.is_broken else e.filename
-            if place is None and e.errno not in FULL:
-                raise
-            say(one_line(f"jaxgpt: {'' if place is None else f'{place}: '}{reason_of(e)}"))
-            raise SystemExit(2) from None
-
-
-@contextlib.contextmanager
-def _standard_streams() -> Iterator[_Stream]:
-    """Replace the standard streams by streams that a command can rely on, and return stdout.
-
-    A closed stream becomes /dev/null: otherwise the next file opened would get its number, and print() without a
-    stderr writes to stdout. stdout writes characters that its encoding does not have as escapes.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number: this one
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))
-    strict = sys.stdout if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict" else None
-    if strict is not None:
-        strict.reconfigure(errors="backslashreplace")
-    watched: Any = _Stream(sys.stdout, is_fatal=True), _Stream(sys.stderr, is_fatal=False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a character that its encoding does not have is an escape
     try:
-        with contextlib.redirect_stdout(watched[0]), contextlib.redirect_stderr(watched[1]):
-            yield watched[0]
-    finally:
-        for stream in watched:
-            try:
-                stream.stream.flush()
-            except OSError:  # /dev/null takes its place, since Python flushes it as the process ends
-                with contextlib.suppress(OSError), open(os.devnull, "wb") as nothing:
-                    os.dup2(nothing.fileno(), stream.fileno())
-        if strict is not None:
-            strict.reconfigure(errors="strict")
-
-
-class _Stream:
-    """A text stream that records failed writes: to a full disk, or to a terminal or a reader that is gone."""
-
-    def __init__(self, stream: TextIO, *, is_fatal: bool):
-        """is_fatal: raise the error as well. Otherwise the text is lost."""
-        self.stream, self.is_fatal, self.is_broken = stream, is_fatal, False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        self._try(self.stream.write, text)
-        return len(text)
-
-    def flush(self) -> None:
-        self._try(self.stream.flush)
-
-    def _try(self, write: Callable[..., Any], *text: str) -> None:
-        try:
-            write(*text)
-        except OSError:
-            self.is_broken = True
-            if self.is_fatal:
+        with warnings.catch_warnings():
+            warnings.showwarning = functools.partial(_show_warning, warnings.showwarning)
+            yield
+            sys.stdout.flush()  # here, where an error can still be reported
+    except UserError as e:
+        say_error(e)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt as e:  # `Preempted` says how to go on. Elsewhere there is nothing to save
+        say(str(e) or "interrupted")
+        raise SystemExit(1) from None
+    except BrokenPipeError:  # `jaxgpt sample | head`
+        _discard_stdout()
+        raise SystemExit(1) from None
+    except OSError as e:  # a full disk, a directory without permission: not a bug of ours
+        if e.filename is None:
+            if e.errno not in FULL:
                 raise
+            _discard_stdout()
+        say(one_line(f"jaxgpt: {'' if e.filename is None else f'{e.filename}: '}{reason_of(e)}"))
+        raise SystemExit(2) from None
 
 
-@contextlib.contextmanager
-def _filter_hooks() -> Iterator[None]:
-    """Print our warnings as one line, and drop what TensorStore's threads print, dozens of times, after a failed write.
+def _discard_stdout() -> None:
+    """Let /dev/null take the place of stdout, which Python flushes as the process ends."""
+    with contextlib.suppress(OSError), open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), sys.stdout.fileno())
 
-    They print some of it while the process ends, so the hook is kept after a failure, which ends the process.
-    """
 
-    def showwarning(message, category, *where, **kwargs):
-        if category is UserWarning:  # ours, for the user
-            say(f"jaxgpt: {message}")
-        else:
-            usual_warning(message, category, *where, **kwargs)
-
-    def unraisablehook(unraisable):
-        if str(unraisable.exc_value) != "Event loop is closed":
-            usual_hook(unraisable)
-
-    usual_warning, usual_hook = warnings.showwarning, sys.unraisablehook
-    with warnings.catch_warnings():
-        warnings.showwarning, sys.unraisablehook = showwarning, unraisablehook
-        yield
-    sys.unraisablehook = usual_hook
+def _show_warning(usual: Callable[..., None], message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
+    """Print a warning of ours, for the user, as one line."""
+    if category is UserWarning:
+        say(f"jaxgpt: {message}")
+    else:
+        usual(message, category, *where, **more)
 
 
 def take_traceback(arguments: Sequence[str]) -> list[str]:

@@ -72,14 +72,6 @@ EXAMPLES = {
 
 # Commands whose RUN may be a model that is imported first.
 TAKE_MODELS = ("sample", "chat", "serve", "evaluate", "xray", "page")
-# Commands of earlier versions, by what does their work now.
-MOVED = {
-    "scale": "python experiments/scaling_laws.py",
-    "track": "python experiments/track.py",
-    "records": "python experiments/records.py",
-    "import-hf": "jaxgpt import",
-    "export-hf": "jaxgpt export --to hf",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -99,8 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def bind_command(name: str, *options: str) -> Callable[[], None]:
     """Return the command of that name with its options bound."""
     if name not in COMMANDS:
-        meant = f" (it is {MOVED[name]} now)" if name in MOVED else suggest(name, COMMANDS)
-        raise UserError(f"unknown command {name!r}{meant}: see jaxgpt --help")
+        raise UserError(f"unknown command {name!r}{suggest(name, COMMANDS)}: see jaxgpt --help")
     import_jax()
     from jaxgpt.cli.experiment_file import choose_experiment
     from jaxgpt.cli.options import parse

@@ -28,8 +28,6 @@ COMMON = """model.n-layer model.n-head model.n-embd model.block-size data.path d
     optim.learning-rate train.steps train.batch-size train.seed train.init-from lora.rank""".split()
 # What users of other programs write, by the last part of the name of the option that does it here.
 WORDS = {"lr": "learning-rate", "epochs": "steps", "max-steps": "steps", "data": "path", "optimizer": "name"}
-# Options that no command has, by what does their work.
-MOVED = {"device": "JAX_PLATFORMS=cpu", "draft": "python experiments/speculative.py RUN DRAFT"}
 # Help of what means the same in every command, unless its docstring has another.
 HELP = {
     "run": "run directory. None means the newest under runs/",
@@ -92,10 +90,11 @@ def parse(
         parameters.append(inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool))
     options = [option for p in parameters for option in list_options(p, p is parameters[0], find_meanings(doc))]
     words = set(itertools.takewhile(lambda word: word != "--", argv))
+    parser = make_parser(options, prog, is_complete="--help-all" in words)
     if not words.isdisjoint(("-h", "--help", "--help-all")):
-        show(render_help(options, doc.partition("Args:")[0], prog, operand, example, "--help-all" in words))
+        show(render_help(parser, options, doc.partition("Args:")[0], operand, example))
         raise SystemExit(0)
-    given = read_values(options, list(argv), prog)
+    given = read_values(parser, options, list(argv))
     values = {p.name: given.get(p.name, p.default) for p in parameters}
     for name, config in values.items():
         if dataclasses.is_dataclass(config):
@@ -142,12 +141,8 @@ def find_meanings(doc: str) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", listed, re.M)}
 
 
-def read_values(options: Sequence[Option], argv: list[str], prog: str) -> dict[str, Any]:
+def read_values(parser: Parser, options: Sequence[Option], argv: list[str]) -> dict[str, Any]:
     """Return the values that words give to options, by their paths. Raises `UserError`."""
-    parser = Parser(prog, allow_abbrev=False, add_help=False)
-    for option in options:
-        if not option.is_operand:
-            add_option(parser, option, help="")
     end = argv.index("--") if "--" in argv else len(argv)
     words = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), word) for word in argv[:end]]
     found, rest = parser.parse_known_args(join_mixture(words))
@@ -170,20 +165,34 @@ def read_values(options: Sequence[Option], argv: list[str], prog: str) -> dict[s
     return values
 
 
-def add_option(parser: argparse._ActionsContainer, option: Option, help: str) -> None:
-    """Let a parser read an option, and a flag's negation: --fresh, --no-fresh, --model.no-bias."""
-    every: dict[str, Any] = {"dest": option.path, "default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
-    if option.hint is bool:
-        parser.add_argument(option.name, action="store_true", **every)
-        section, dot, last = option.name[2:].rpartition(".")
-        if not last.startswith("no-"):
-            every["help"] = argparse.SUPPRESS
-            parser.add_argument(f"--{section}{dot}no-{last}", action="store_false", **every)
-        return
-    repeats = option.hint == tuple[str, ...] and "." not in option.name  # --stop a --stop b, but --lora.targets q v
-    many = "*" if option.items and not repeats else 1
-    action = "extend" if repeats else "store"
-    parser.add_argument(option.name, nargs=many, action=action, metavar=show_value(option.hint), **every)
+def make_parser(options: Sequence[Option], prog: str, *, is_complete: bool) -> Parser:
+    """Return a parser of all options but operands, whose help has the common ones, or each in a group for its section."""
+    width = min(100, shutil.get_terminal_size().columns)
+    formatter = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=32, width=width)
+    parser = Parser(prog, formatter_class=formatter, allow_abbrev=False, add_help=False)
+    ours = {option.name for option in list_fields(Experiment(name="ours"), "", "--")}  # a user's own fields are shown
+    hidden = set() if is_complete else (ours - {f"--{name}" for name in COMMON}) | {f"--{name}" for name in RARE}
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for option in options:
+        if option.is_operand:
+            continue
+        section, _, last = option.name[2:].rpartition(".")
+        title = f"{section} options".lstrip() if is_complete else "options"
+        group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
+        help = argparse.SUPPRESS if option.name in hidden else show_meaning(option, is_complete).replace("%", "%%")
+        every: dict[str, Any] = {"dest": option.path, "default": argparse.SUPPRESS}
+        if option.hint is bool:  # --fresh, --no-fresh, --model.no-bias
+            group.add_argument(option.name, action="store_true", help=help, **every)
+            if not last.startswith("no-"):
+                negation = "--" + ".".join(filter(None, (section, f"no-{last}")))
+                group.add_argument(negation, action="store_false", help=argparse.SUPPRESS, **every)
+            continue
+        repeats = option.hint == tuple[str, ...] and not section  # --stop a --stop b, but --lora.targets q v
+        many = "*" if option.items and not repeats else 1
+        action = "extend" if repeats else "store"
+        group.add_argument(option.name, nargs=many, action=action, metavar=show_value(option.hint), help=help, **every)
+    parser.epilog = "--no-NAME switches a flag off." if is_complete else f"All options: {prog} --help-all"
+    return parser
 
 
 def parse_words(option: Option, words: list[str]) -> Any:
@@ -198,10 +207,10 @@ def parse_words(option: Option, words: list[str]) -> Any:
 
 
 def suggest_option(word: str, options: Sequence[Option]) -> str:
-    """Return a question that names the option that may be meant, or what does its work."""
+    """Return a question that names the option that may be meant."""
     fields = {option.name.rpartition(".")[2]: option.name for option in options if "." in option.name}
     word = word.lstrip("-").replace("_", "-")
-    meant = MOVED.get(word) or fields.get(WORDS.get(word, word))
+    meant = fields.get(WORDS.get(word, word))
     return f" (did you mean {meant}?)" if meant else suggest(f"--{word}", [option.name for option in options])
 
 
@@ -215,32 +224,15 @@ def join_mixture(argv: list[str]) -> list[str]:
     return joined
 
 
-def render_help(options: Sequence[Option], text: str, prog: str, operand: str, example: str, is_complete: bool) -> str:
-    """Return a page of help: the common options, or all of them, in a group for each part of an experiment."""
-    width = min(100, shutil.get_terminal_size().columns)
-    ours = {option.name for option in list_fields(Experiment(name="ours"), "", "--")}  # a user's own fields are shown
-    hidden = set() if is_complete else (ours - {f"--{name}" for name in COMMON}) | {f"--{name}" for name in RARE}
+def render_help(parser: Parser, options: Sequence[Option], text: str, operand: str, example: str) -> str:
+    """Return a page of help: what the command does, an example, and the options."""
     purpose, *more = text.strip().split("\n", 1)
-    words = [prog, operand or (options[0].name if options[0].is_operand else ""), "[OPTIONS]"]
+    more += [f"{option.name}: {show_meaning(option, False)}" for option in options if option.is_operand]
+    operand = operand or (options[0].name if options[0].is_operand else "")
+    parser.usage = " ".join(filter(None, [parser.prog, operand, "[OPTIONS]"]))
+    width = min(100, shutil.get_terminal_size().columns)
     paragraphs = [purpose, f"example: {example}", *(textwrap.fill(" ".join(x.split()), width) for x in more)]
-    parser = Parser(
-        usage=" ".join(filter(None, words)),
-        description="\n\n".join(paragraphs),
-        epilog="--no-NAME switches a flag off." if is_complete else f"All options: {prog} --help-all",
-        formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=32, width=width),
-        add_help=False,
-    )
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for option in options:
-        section = option.name.lstrip("-").rpartition(".")[0] if is_complete else ""
-        if option.name not in hidden:
-            if section not in groups:
-                groups[section] = parser.add_argument_group(f"{section} options".lstrip())
-            meaning = show_meaning(option, is_complete)
-            if option.is_operand:
-                groups[section].add_argument(option.name, help=meaning.replace("%", "%%"))
-            else:
-                add_option(groups[section], option, meaning)
+    parser.description = "\n\n".join(paragraphs)
     return parser.format_help().rstrip()
 
 

@@ -1,4 +1,4 @@
-"""What a trace of some steps lists."""
+"""A trace of some steps."""
 
 import jax
 import jax.numpy as jnp
@@ -8,15 +8,12 @@ from jaxgpt.parallel.profile import StepProfiler
 
 
 @pytest.mark.parametrize("taken", [4, 9])
-def test_the_longest_operations_of_the_steps_that_are_named(tmp_path, taken):
-    """Also of a run that ends before the last of them, in a directory whose name is a pattern."""
-    said, x = [], jnp.ones((300, 300))
-    step = jax.jit(lambda x: jnp.tanh(x @ x) @ x)
-    step(x)
-    profiler = StepProfiler(lambda: step.lower(x), range(3, 7), tmp_path / "run [1]", said.append)
+def test_the_steps_that_are_named_are_traced(tmp_path, taken):
+    """Also of a run that ends before the last of them."""
+    said, step = [], jax.jit(lambda x: x + 1)
+    profiler = StepProfiler(range(3, 7), tmp_path / "run [1]", said.append)
     for number in range(1, taken + 1):
-        profiler.take(number, step, x)
+        assert profiler.take(number, step, jnp.zeros(3)).tolist() == [1.0] * 3
+        assert len(said) == (number >= 6)
     profiler.close()
-    head, *listed = said
-    assert f"the mean of {min(taken, 6) - 2}, " in head and len(list(tmp_path.rglob("*.xplane.pb"))) == 1
-    assert 1 < len(listed) <= 10 and "dot_general" in listed[0] and "%" in listed[0]
+    assert len(said) == 1 and len(list(tmp_path.rglob("*.xplane.pb"))) == 1
