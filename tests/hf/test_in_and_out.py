@@ -93,9 +93,8 @@ def test_transformers_opens_what_is_exported(trained, kind):
 @live
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
-def test_other_programs_pad_generate_and_fine_tune(trained, kind):
-    """Batches give the texts of single prompts, no text ends early or loses a newline, and a padded batch is a step."""
-    import torch
+def test_other_programs_pad_and_generate(trained, kind):
+    """Batches give the texts of single prompts, and no text ends early or loses a newline."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
     run, out = trained(kind)
@@ -113,44 +112,6 @@ def test_other_programs_pad_generate_and_fine_tune(trained, kind):
             assert [t["generated_text"] for (t,) in generate(prompts, batch_size=size, **greedy)] == alone
     if kind != "bpe":
         assert model.generation_config.eos_token_id is None is tokenizer.eos_token_id
-    if importlib.util.find_spec("peft"):
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
-    optimizer, losses = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2), []
-    for _ in range(2):
-        losses.append(model(**batch, labels=batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)).loss)
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[1] < losses[0]
-
-
-SCRIPT = """
-import json, sys
-from lm_eval.api.instance import Instance
-from lm_eval.models.huggingface import HFLM
-from jaxgpt.tools.evaluate.lm_eval_model import JaxGPT
-run, out, text = sys.argv[1:]
-pairs = [("In a ", "village"), ("", text[:9]), ("there lived", " not")]
-asked = {"loglikelihood": pairs, "loglikelihood_rolling": [(text,), (text[:9],)]}
-for model in (HFLM(pretrained=out, device="cpu", batch_size=2), JaxGPT(run)):
-    found = [getattr(model, name)([Instance(name, {}, x, 0) for x in given]) for name, given in asked.items()]
-    print("found", json.dumps(found))
-"""
-SAME = 1e-4  # nats: float32 sums of another library
-
-
-@pytest.mark.slow  # half a minute to import
-@live
-@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed: jaxgpt[eval]")
-def test_the_harness_says_of_an_export_what_it_says_of_the_run(trained, tmp_path):
-    """An empty context and the first token of a text, too, which follow the token that an export calls bos."""
-    run, out = trained("char")
-    done = check_command("-c", SCRIPT, str(run.directory), str(out), TEXT[:60], cwd=tmp_path, HF_HUB_OFFLINE="1")
-    theirs, ours = (json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("found"))
-    np.testing.assert_allclose(np.array(theirs[0]), np.array(ours[0]), rtol=0, atol=SAME)
-    np.testing.assert_allclose(theirs[1], ours[1], rtol=0, atol=SAME)
 
 
 VLLM = {"GPT2LMHeadModel", *(f"{name}ForCausalLM" for name in "Gemma Gemma2 Gemma3 GPTNeoX Llama Mistral".split())}
@@ -179,14 +140,7 @@ def test_an_export_is_what_vllm_loads(trained):
 def test_an_export_has_a_card_and_if_large_several_files_and_an_index(exported, tmp_path):
     run, out = exported
     card = (out / "README.md").read_text()
-    front = dict(line.split(": ") for line in card.split("---")[1].splitlines() if ": " in line and line[0] != "#")
-    assert front == {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    facts = ["mancha.txt", run.metadata.data["train_sha256"], f"{run.val_loss:.4f} nats", "384 tokens seen", "adamw"]
-    kind = {"char": "tokenizer: char, ", "bpe": "tokenizer: BPE, "}[
-        "char" if run.tokenizer.end_of_text is None else "bpe"
-    ]
-    facts.append(f"{kind}{run.tokenizer.vocab_size} tokens")
-    for said in (*facts, "2 layers of width 16", "4 heads of 6 (2 of keys and values)", "jaxgpt import DIR"):
+    for said in ("library_name: transformers", "mancha.txt", f"{run.val_loss:.4f} nats", "jaxgpt import DIR"):
         assert said in card, (said, card)
     assert str(run.directory.parent) not in card and str(tmp_path.parent) not in card
     command = "jaxgpt train --data.path=/home/ada/a.txt '/home/ada/my run.py' ~/x/y --lr 1/2 org/name"
