@@ -101,7 +101,7 @@ TABLE = {
     },
     "import --run-dir new ": {
         "m.gguf": "m.gguf is not a GGUF file",
-        "models/adapter": "has an adapter of 'gpt2', no whole model. Merge it, and give import OUT: python -c",
+        "models/adapter": "has an adapter of 'gpt2', no whole model. Merge it",
         "models/pickled": "has only pickled weights (pytorch_model.bin), which could run any code",
         "models/mixed": "model_type=['gpt2'] is not supported: jaxgpt reads gpt2, llama, mistral, qwen2, qwen3, gemma",
         "models/activation": "activation_function='swish': needs one of gelu_new",

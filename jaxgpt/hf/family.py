@@ -133,23 +133,22 @@ def windows(usual: Callable[[int, Json], bool], *keys: str, switch: str | None =
     keys = ("layer_types", "sliding_window", *([switch] if switch else []), *keys)
 
     def read(hf: Json) -> Json:
-        kinds, layers = hf.get("layer_types") or [], read_count(hf, "num_hidden_layers", 0)
-        if not isinstance(kinds, list) or not all(kind in (SLIDING, FULL) for kind in kinds):
-            raise UserError(f"layer_types={short(kinds)}: it must be a list of {SLIDING} and {FULL}")
+        layers = read_count(hf, "num_hidden_layers", 0)
         is_on = switch is None or bool(hf.get(switch))
         size = hf.get("sliding_window", 4096) if is_on else None
-        slides = [kind == SLIDING for kind in kinds]
+        kinds = hf.get("layer_types")
         if not kinds:
-            slides = [(switch is None or size is not None) and usual(i, hf) for i in range(layers)]
-        if len(slides) != layers:
-            raise UserError(f"layer_types={short(kinds)}: it must have {layers} entries, one per layer")
-        if not any(slides):
+            has_window = switch is None or size is not None
+            kinds = [SLIDING if has_window and usual(i, hf) else FULL for i in range(layers)]
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (SLIDING, FULL) for kind in kinds):
+            raise UserError(f"layer_types={short(kinds)}: needs {SLIDING} or {FULL} for each of {layers} layers")
+        if SLIDING not in kinds:
             return {"sliding_window": None}
         if size is None:
             values = ", ".join(f"{key}={short(hf.get(key))}" for key in keys)
             raise UserError(f"{values}: give the size of a window, or no {SLIDING} layers")
-        every = None if all(slides) else slides.index(False) + 1
-        if slides != [every is None or bool((i + 1) % every) for i in range(layers)]:
+        every = kinds.index(FULL) + 1 if FULL in kinds else None
+        if kinds != [FULL if every and (i + 1) % every == 0 else SLIDING for i in range(layers)]:
             raise UserError("layer_types has no period: only every n-th layer can have full attention")
         return {"sliding_window": size, "global_every": every}
 
@@ -190,25 +189,21 @@ def rope(
     """
 
     def read(hf: Json) -> Json:
-        older, newer, more = _read_object(hf, "rope_scaling"), hf.get("rope_parameters") or {}, {}
+        older = _read_object(hf, "rope_scaling")
+        whole = _get(hf, fraction or FRACTION, 0.25 if fraction else 1.0)
+        usual_values = {THETA: _get(hf, theta, usual), FRACTION: whole}
         if local is None:
-            newer = older or _read_object(hf, "rope_parameters")
-        elif not isinstance(newer, dict) or newer.keys() - {FULL, SLIDING}:
-            raise UserError(f"rope_parameters={short(newer)}: it must have {FULL} and {SLIDING}, each an object")
-        else:
-            nested = {THETA: _get(hf, local, 10_000.0)} | _read_object(newer, SLIDING)
-            newer, more = _read_object(newer, FULL) | older, {"rope_local_theta": nested[THETA]}
-            if _to_fields(hf, nested).get("rope_scaling"):
-                raise UserError(
-                    "rope_parameters scale the layers with a sliding window: only the other layers can be scaled"
-                )
-        newer = {
-            THETA: _get(hf, theta, usual),
-            FRACTION: _get(hf, fraction or FRACTION, 0.25 if fraction else 1.0),
-        } | newer
-        if fraction:
-            more, newer = {"rope_fraction": newer[FRACTION]}, newer | {FRACTION: 1.0}
-        return _to_fields(hf, newer) | more
+            found = older or _read_object(hf, "rope_parameters")
+            return _to_fields(hf, usual_values | found, has_fraction=fraction is not None)
+        both = hf.get("rope_parameters") or {}
+        if not isinstance(both, dict) or both.keys() - {FULL, SLIDING}:
+            raise UserError(f"rope_parameters={short(both)}: it must have {FULL} and {SLIDING}, each an object")
+        inner = _to_fields(hf, {THETA: _get(hf, local, 10_000.0)} | _read_object(both, SLIDING))
+        if "rope_scaling" in inner:
+            problem = "rope_parameters scale the layers with a sliding window"
+            raise UserError(f"{problem}: only the other layers can be scaled")
+        outer = _to_fields(hf, usual_values | _read_object(both, FULL) | older)
+        return outer | {"rope_local_theta": inner["rope_theta"]}
 
     def write(config: GPTConfig) -> Json:
         kind = "default" if config.rope_scaling == "none" else config.rope_scaling
@@ -236,8 +231,11 @@ def _read_object(hf: Json, key: str) -> Json:
     return {"rope_type": parameters.pop("type", "default")} | parameters if parameters else {}
 
 
-def _to_fields(hf: Json, rotation: Json) -> Json:
-    """Return the fields of `GPTConfig` for a rotation with the keys of transformers 5."""
+def _to_fields(hf: Json, rotation: Json, *, has_fraction: bool = False) -> Json:
+    """Return the fields of `GPTConfig` for a rotation with the keys of transformers 5.
+
+    has_fraction: whether heads may be rotated in part.
+    """
     kind = rotation.get("rope_type", "default")
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise UserError(f"rope_type={short(kind)}: needs one of {', '.join(SCALINGS)}")
@@ -247,13 +245,16 @@ def _to_fields(hf: Json, rotation: Json) -> Json:
     if missing := [name for name in names if name not in rotation]:
         raise UserError(f"its rope_scaling of type {kind} needs {', '.join(missing)} as well")
     if more := rotation.keys() - names.keys() - {"rope_type", THETA, FRACTION}:
-        raise UserError(
-            f"rope_type={kind} does not use {', '.join(sorted(more))}: give the type that does, or remove it"
-        )
-    if rotation.get(FRACTION, 1.0) != 1.0:
+        unused = ", ".join(sorted(more))
+        raise UserError(f"rope_type={kind} does not use {unused}: give the type that does, or remove it")
+    fields = {"position": "rope", "rope_theta": rotation[THETA]} | {names[key]: rotation[key] for key in names}
+    if kind != "default":
+        fields["rope_scaling"] = kind
+    if has_fraction:
+        fields["rope_fraction"] = rotation[FRACTION]
+    elif rotation.get(FRACTION, 1.0) != 1.0:
         raise UserError(f"{FRACTION}={short(rotation[FRACTION])}: only 1.0 is supported")
-    scaling = {} if kind == "default" else {"rope_scaling": kind}
-    return {"position": "rope", "rope_theta": rotation[THETA]} | scaling | {names[key]: rotation[key] for key in names}
+    return fields
 
 
 EMBEDDING, HEAD = ("wte/embedding",), ("lm_head/kernel",)  # paths of the parameters that are one if embeddings are tied

@@ -69,9 +69,8 @@ def find_directory(name: str, wanted: Sequence[str] = WANTED, *, downloads: bool
             raise UserError(f"{path} is a file: make it a run with `jaxgpt import {path} --run-dir DIR`, and give that")
         raise UserError(f"{path} is a file: give the directory that has config.json and tokenizer.json")
     if not HUB_ID.fullmatch(name):
-        raise UserError(
-            f"no directory at {path}, and not an id on the Hub, such as openai-community/gpt2: give one of the two"
-        )
+        example = "not an id on the Hub, such as openai-community/gpt2"
+        raise UserError(f"no directory at {path}, and {example}: give one of the two")
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -82,9 +81,9 @@ def find_directory(name: str, wanted: Sequence[str] = WANTED, *, downloads: bool
         return Path(snapshot_download(name, local_files_only=not downloads, **files))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
         why = f"could not be downloaded: {first_line(e)[:200]}" if downloads else "was never downloaded here"
+        remedy = f"Download it where there is a network (hf download {name} --local-dir DIR)"
         raise UserError(
-            f"no directory at {path}, and {name} {why}. Download it where "
-            f"there is a network (hf download {name} --local-dir DIR) and give that directory instead."
+            f"no directory at {path}, and {name} {why}. {remedy} and give that directory instead."
         ) from None
 
 
@@ -103,10 +102,8 @@ def open_source(name: str, tokenizer: str | None = None, *, downloads: bool = Tr
     if adapter.exists():
         values = read_json(adapter, LARGEST_CONFIG)
         base = short(values.get("base_model_name_or_path")) if isinstance(values, dict) else "a model"
-        raise UserError(
-            f'{directory} has an adapter of {base}, no whole model. Merge it, and give import OUT: python -c "from peft import '
-            f"AutoPeftModelForCausalLM as M; M.from_pretrained('{directory}').merge_and_unload().save_pretrained('OUT')\""
-        )
+        remedy = "Merge it by merge_and_unload of PEFT, and give what save_pretrained writes"
+        raise UserError(f"{directory} has an adapter of {base}, no whole model. {remedy}")
     if not path.exists():
         raise UserError(f"{directory} has no config.json: give a directory that save_pretrained or a download made")
     hf = read_json(path, LARGEST_CONFIG)
@@ -118,18 +115,13 @@ def open_source(name: str, tokenizer: str | None = None, *, downloads: bool = Tr
     except UserError as e:
         raise UserError(f"{path}: {e}") from None
     if unknown := family.unknown_keys(hf):
-        warnings.warn(
-            f"{path} has keys that jaxgpt does not know, {short(unknown)}: if one of them changes the logits, "
-            "the imported model is wrong",
-            UserWarning,
-            stacklevel=2,
-        )
+        what = f"{path} has keys that jaxgpt does not know, {short(unknown)}"
+        wrong = "if one of them changes the logits, the imported model is wrong"
+        warnings.warn(f"{what}: {wrong}", UserWarning, stacklevel=2)
     if tokenizer is None and not (directory / "tokenizer.json").exists():
-        raise UserError(
-            f"{directory} has no tokenizer.json. If it has other tokenizer files, transformers converts them: "
-            f"AutoTokenizer.from_pretrained('{directory}').save_pretrained('{directory}'). Or give another "
-            "tokenizer with --tokenizer FILE (--data.tokenizer FILE for training), or `ids` as FILE for none"
-        )
+        other = "If it has other tokenizer files, transformers' AutoTokenizer converts them (save_pretrained)"
+        given = "Or give another with --tokenizer FILE (--data.tokenizer FILE for training), or `ids` as FILE for none"
+        raise UserError(f"{directory} has no tokenizer.json. {other}. {given}")
     found = load_named_tokenizer(str(directory / "tokenizer.json") if tokenizer is None else tokenizer, config)
     tensors = list_tensors(directory)
     try:

@@ -76,26 +76,16 @@ def _open(file: Path) -> Any:
 def list_tensors(directory: Path) -> dict[str, Tensor]:
     """List the tensors of a directory by name, from one file, which goes first, or from those in an index. Reads headers only.
 
-    A warning names an index that is not read, and each tensor that the index does not name, or names in another file: other programs may read it.
     Raises `UserError` for files that are missing, truncated, damaged or pickled.
     """
     index = directory / INDEX
     if (directory / ONE).exists() or not index.exists():
-        if index.exists():
-            warnings.warn(f"{index} is not read, because {ONE} is there: remove the older", UserWarning, stacklevel=2)
         return _read_header(_find_file(directory))
     chosen = _read_index(index)
-    headers = {file: _read_header(file) for file in dict.fromkeys(chosen.values())}
+    headers = {file: _read_header(file) for file in set(chosen.values())}
     for name, file in chosen.items():
         if name not in headers[file]:
             raise UserError(f"{index} lists {name} in {file.name}, which has no such tensor: download it again")
-    for file, inside in headers.items():
-        if more := [name for name in inside if chosen.get(name) != file]:
-            warnings.warn(
-                f"{file} has {summarize_names(more)} as well, but {INDEX} does not choose it: this one is not read",
-                UserWarning,
-                stacklevel=2,
-            )
     return {name: headers[file][name] for name, file in chosen.items()}
 
 
@@ -134,15 +124,11 @@ def _find_file(directory: Path) -> Path:
     if len(found) == 1:
         return found[0]
     if found:
-        raise UserError(
-            f"{directory} has {len(found)} .safetensors files and no {INDEX}: download the index, or leave one file"
-        )
+        many = f"{directory} has {len(found)} .safetensors files and no {INDEX}"
+        raise UserError(f"{many}: download the index, or leave one file")
     if pickled := sorted(path.name for path in directory.iterdir() if PICKLES.fullmatch(path.name)):
-        raise UserError(
-            f"{directory} has only pickled weights ({pickled[0]}), which could run any code and are not read. If you "
-            f'trust them, convert them: python -c "from transformers import AutoModelForCausalLM as M; '
-            f"M.from_pretrained('{directory}').save_pretrained('{directory}')\""
-        )
+        what = f"{directory} has only pickled weights ({pickled[0]}), which could run any code and are not read"
+        raise UserError(f"{what}. If you trust them, load them in transformers, and save them by save_pretrained")
     other = "".join(f" but {name}, whose tensors have other names" for name in OTHERS if (directory / name).exists())
     raise UserError(f"{directory} has no .safetensors files{other}: download {ONE}, or {INDEX} and what it names")
 
@@ -182,9 +168,8 @@ def check(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None
     missing = wanted.keys() - tensors.keys()
     problems = [f"{word} {summarize_names(n)}" for word, n in (("missing", missing), ("unknown", extra)) if n]
     if problems := problems + misshapen:
-        raise UserError(
-            f"the tensors do not fit the configuration ({family.model_type}): {'; '.join(problems)}. Is it of another model?"
-        )
+        what = f"the tensors do not fit the configuration ({family.model_type})"
+        raise UserError(f"{what}: {'; '.join(problems)}. Is it of another model?")
 
 
 def read_params(
@@ -225,11 +210,8 @@ def read_params(
                 lambda index, part=part: np.array(part[index], dtype=dtype, order="C"),
             )
     if broken:
-        warnings.warn(
-            f"{summarize_names(broken)} have NaN or infinite values, and so may the logits: download the model again",
-            UserWarning,
-            stacklevel=2,
-        )
+        what = f"{summarize_names(broken)} have NaN or infinite values, and so may the logits"
+        warnings.warn(f"{what}: download the model again", UserWarning, stacklevel=2)
     return traverse_util.unflatten_dict(params, sep="/")
 
 
@@ -240,13 +222,12 @@ def _check_tied(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -
     if not config.tie_embeddings or head not in tensors:
         return
     if tensors[head].shape == tensors[embedding].shape and tensors[head].kind in DTYPES:
-        x, y = tensors[embedding].read(), tensors[head].read()
-        if ((x == y) | (np.isnan(x) & np.isnan(y))).all():
+        # As numbers: NumPy compares no NaN of bfloat16.
+        x, y = (tensors[name].read().astype(np.float32) for name in (embedding, head))
+        if np.array_equal(x, y, equal_nan=True):
             return
-    raise UserError(
-        f"{head} differs from {embedding}, but config.json ties them (tie_word_embeddings is true or absent): "
-        f"set it to false to use both, or remove {head} from {tensors[head].file}"
-    )
+    problem = f"{head} differs from {embedding}, but config.json ties them (tie_word_embeddings is true or absent)"
+    raise UserError(f"{problem}: set it to false to use both, or remove {head} from {tensors[head].file}")
 
 
 def to_tensors(params: dict, family: Family, config: GPTConfig, dtype: DTypeLike | None = None) -> dict[str, Tensor]:

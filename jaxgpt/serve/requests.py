@@ -44,7 +44,7 @@ STREAM_OPTIONS = ("include_usage", "include_obfuscation")  # the second pads eve
 # The fields of `Sampling` in a request. A temperature of 0 is greedy.
 FILTERS = {name: hint for name, hint in field_hints(Sampling).items() if name != "greedy"}
 GRAMMARS = {"json": "schema", "regex": "regex", "choice": "choices"}  # vLLM's names, and ours
-MAX_STOPS, LONGEST_STOP, MAX_STOP_TOKENS = 16, 256, 16  # strings, characters, ids
+MAX_STOP_TOKENS = 16  # ids
 MAX_MESSAGES = 2048  # most messages in a conversation
 
 Prompt = str | tuple[int, ...]  # a text, or token ids
@@ -80,11 +80,8 @@ class Parameters:
     stream: bool = False
     stream_options: dict | None = None
     sampling: Sampling = dataclasses.field(default_factory=Sampling)  # in a request, each of its fields by itself
-    # What the completion must match, as OpenAI, vLLM and its later versions ask for it. Only one may be given.
+    # What the completion must match, as OpenAI and vLLM ask for it. Only one may be given.
     response_format: dict | None = None
-    guided_json: Any = None
-    guided_regex: str | None = None
-    guided_choice: tuple[str, ...] | None = None
     structured_outputs: dict | None = None
 
     def compile_grammar(self, tokenizer: Tokenizer) -> tuple[str, Grammar | None]:
@@ -92,8 +89,7 @@ class Parameters:
 
         Raises `RequestError` for what is no grammar.
         """
-        guided = {"json": self.guided_json, "regex": self.guided_regex, "choice": self.guided_choice}
-        given = {f"guided_{kind}": (GRAMMARS[kind], value) for kind, value in guided.items() if value is not None}
+        given: dict[str, tuple[str, Any]] = {}
         match self.response_format:
             case None | {"type": "text"}:
                 pass
@@ -111,8 +107,7 @@ class Parameters:
             _need(len(asked) == 1 and asked.keys() <= GRAMMARS.keys(), "structured_outputs", message)
             ((kind, value),) = asked.items()
             given["structured_outputs"] = GRAMMARS[kind], value
-        if len(given) > 1:
-            raise RequestError(f"{' and '.join(given)}: needs one of them", param=[*given][1])
+        _need(len(given) <= 1, "structured_outputs", f"{' and '.join(given)}: needs one of them")
         for param, (name, value) in given.items():
             with _naming(param):
                 if name == "schema" and isinstance(value, str):  # vLLM takes the text of one, too
@@ -266,9 +261,7 @@ class Served:
         """
         self.check_name(p.model)
         _need(p.n <= self.slots, "n", f"n={short(p.n)}: this server has {self.slots} slots, needs at most as many")
-        _need(len(p.stop) <= MAX_STOPS, "stop", f"stop has {len(p.stop)} strings: needs at most {MAX_STOPS}")
-        is_right = all(1 <= len(stop) <= LONGEST_STOP for stop in p.stop)
-        _need(is_right, "stop", f"stop={short(p.stop)}: needs strings of 1 to {LONGEST_STOP} characters")
+        _need(all(p.stop), "stop", f"stop={short(p.stop)}: needs strings that are not empty")
         options, name = p.stream_options or {}, "stream_options"
         _need(p.stream or p.stream_options is None, name, f"{name} is for streams: needs stream=true")
         is_known = options.keys() <= {*STREAM_OPTIONS} and {*map(type, options.values())} <= {bool, type(None)}

@@ -40,15 +40,15 @@ SQUIRE = {"type": "object", "properties": {"name": {"type": "string", "maxLength
 SQUIRE |= {"required": ["name", "rides"], "additionalProperties": False}
 # How a completion is bound, and what then holds of its text, unless it is cut.
 BOUND = [
-    ({"guided_json": SQUIRE}, lambda text: json.loads(text)["rides"] == "ass"),
-    ({"guided_regex": "[a-f]{3}-[0-9]{2,9}"}, re.compile("[a-f]{3}-[0-9]{2,9}").fullmatch),
+    ({"structured_outputs": {"json": SQUIRE}}, lambda text: json.loads(text)["rides"] == "ass"),
+    ({"structured_outputs": {"regex": "[a-f]{3}-[0-9]{2,9}"}}, re.compile("[a-f]{3}-[0-9]{2,9}").fullmatch),
     ({"stop": ["e", "zz"]}, lambda text: "e" not in text and "zz" not in text),
     *[({}, lambda text: True)] * 4,
 ]
 MORE = [{"temperature": 0}, {"top_p": 0.9}, {"repetition_penalty": 1.2}, {"logit_bias": {"101": 3}}, {"n": 3}, {}]
 WRONG = [
     ({"temperature": -1}, 400),
-    ({"guided_regex": "["}, 400),
+    ({"structured_outputs": {"regex": "["}}, 400),
     ({"model": "gpt-4"}, 404),
     ({"prompt": "a" * 2**20}, 413),
 ]

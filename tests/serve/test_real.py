@@ -87,8 +87,8 @@ def test_structured_output_matches_however_it_is_asked_for(real):
     wanted = {"json_schema": {"name": "squire", "schema": SQUIRE, "strict": True}, "type": "json_schema"}
     asked = {"messages": HELLO, "max_tokens": 60, "n": 2}
     free = real.choices(**question(1))
-    ways = [{"response_format": wanted}, {"guided_json": SQUIRE}, {"structured_outputs": {"json": SQUIRE}}]
-    ways += [{"guided_json": json.dumps(SQUIRE)}, {"response_format": wanted, "stream": True}]
+    ways = [{"response_format": wanted}, {"structured_outputs": {"json": SQUIRE}}]
+    ways += [{"structured_outputs": {"json": json.dumps(SQUIRE)}}, {"response_format": wanted, "stream": True}]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         found = [pool.submit(real.choices, CHAT, **asked, **way) for way in ways]
         assert real.choices(**question(1)) == free
@@ -97,7 +97,10 @@ def test_structured_output_matches_however_it_is_asked_for(real):
         for choice in choices:
             assert choice["finish"] == "stop" and json.loads(choice["text"])["rides"] in ("ass", "horse"), choice
     schema = {"type": "json_object", "schema": {"const": "42"}}  # as llama.cpp has it
-    patterns = [({"guided_regex": "[0-9]{4}"}, "[0-9]{4}"), ({"guided_choice": ["ja", "nein"]}, "ja|nein")]
+    patterns = [
+        ({"structured_outputs": {"regex": "[0-9]{4}"}}, "[0-9]{4}"),
+        ({"structured_outputs": {"choice": ["ja", "nein"]}}, "ja|nein"),
+    ]
     for how, pattern in [*patterns, ({"response_format": schema}, '"42"')]:
         (choice,) = real.choices(prompt="x", max_tokens=20, **how, logprobs=5)
         assert re.fullmatch(pattern, choice["text"]) and choice["finish"] == "stop"

@@ -29,7 +29,7 @@ COMMON = {
     "repetition_penalty": (*NO_NUMBER, -1, 0),
     "n": (*NO_COUNT, 0, 3),
     "seed": ("1", True, 0.5, HUGE, -2, 2**32),
-    "stop": (1, {}, [1], [["x"]], ["a"] * 17, "a" * 257, ""),
+    "stop": (1, {}, [1], [["x"]], "", ["a", ""]),
     "stop_token_ids": (5, [-1], [256], [0] * 17),
     "stream": NO_FLAG,
     "stream_options": (1, [], {"include_usage": 1}, {"unknown": True}, {"include_usage": True}),
@@ -40,10 +40,12 @@ COMMON = {
     "parallel_tool_calls": NO_FLAG,
     "suffix": ("x",),
     "response_format": (1, "json_object", {"type": "xml"}, {"type": "json_schema"}, schema_format({"type": "x"})),
-    "guided_json": (1, [], "{", {"type": "x"}),
-    "guided_regex": (1, "[", "(?=a)b", "(a?){500}a{500}", "a" * 70_000),
-    "guided_choice": (1, [], [1], ["a" * 70_000]),
-    "structured_outputs": (1, {}, {"xml": "a"}, {"regex": "a", "json": {}}, {"regex": "["}),
+    "structured_outputs": (
+        *(1, {}, {"xml": "a"}, {"regex": "a", "json": {}}),
+        *({"json": schema} for schema in (1, [], "{", {"type": "x"})),
+        *({"regex": regex} for regex in (1, "[", "(?=a)b", "(a?){500}a{500}", "a" * 70_000)),
+        *({"choice": choice} for choice in (1, [], [1], ["a" * 70_000])),
+    ),
 }
 
 

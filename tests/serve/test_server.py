@@ -65,6 +65,7 @@ def answer_to(port, raw):
 def test_what_is_not_http_is_refused(started):
     port, _, _ = started()
     broken = [b"\x00" * 100 + b"\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"A" * 100_000]
+    broken += [HALF + b"Transfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n{}"]
     broken += [b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", HALF + b"Content-Length: -1\r\n\r\n"]
     for raw in [*broken, HALF + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n", HALF + b"X: " + b"a" * 100_000]:
         assert answer_to(port, raw).startswith(b"HTTP/1.1 4"), raw[:24]
