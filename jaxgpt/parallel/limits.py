@@ -1,14 +1,15 @@
 """State what a device can compute and hold, and count what a model asks of it."""
 
-import contextlib
 import dataclasses
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 
+from jaxgpt.config.validate import Interval
+from jaxgpt.config.words import parse_value
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPTConfig
 from jaxgpt.train import Params
@@ -80,12 +81,8 @@ def memory_of(device: jax.Device) -> int | None:
 
 def gpu_memory_share() -> float:
     """Return the part of a GPU's memory that XLA allocates at its start: three quarters, or what a variable says."""
-    name, old = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    given = os.environ.get(name) or os.environ.get(old) or "0.75"
-    with contextlib.suppress(ValueError):
-        if 0 < float(given) <= 1:
-            return float(given)
-    raise UserError(f"{name}={given!r}: needs a number above 0, at most 1")
+    name = "XLA_CLIENT_MEM_FRACTION"
+    return parse_value(name, os.environ.get(name, "0.75"), Annotated[float, Interval(gt=0, le=1)])
 
 
 def bytes_per_device(state: Any) -> int:

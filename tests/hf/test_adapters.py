@@ -27,9 +27,6 @@ LIVE = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("peft", "transformers", "torch"))), reason="peft is not installed"
 )
 GPT2 = GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=8)
-LLAMA = dataclasses.replace(
-    GPT2, n_kv_head=1, norm="rmsnorm", activation="swiglu", position="rope", bias=False, tie_embeddings=False
-)
 
 
 def draw_adapters(lora, params):
@@ -62,11 +59,11 @@ def test_the_tensors_are_those_of_the_merge(kind, targets):
     assert set(values["target_modules"]) == changed and 2 * len(changed) * config.n_layer <= len(tensors)
 
 
-@pytest.fixture(scope="module", params=[GPT2, LLAMA], ids=["gpt2", "llama"])
-def adapted(request, text_file, tmp_path_factory):
+@pytest.fixture(scope="module")
+def adapted(text_file, tmp_path_factory):
     """(a base in Hugging Face's format, a run with adapters for it)."""
     place = tmp_path_factory.mktemp("adapted")
-    first = dataclasses.replace(tiny_experiment(text_file), model=request.param)
+    first = dataclasses.replace(tiny_experiment(text_file), model=GPT2)
     base = export_hf(jaxgpt.fit(first, place / "base", progress=False).directory, place / "model")
     lora = LoraConfig(rank=2, targets=("q", "v", "c_proj"))
     second = tiny_experiment(text_file, init_from=str(base))
@@ -97,30 +94,24 @@ def test_peft_opens_them(adapted, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapted", [GPT2], indirect=True, ids=["gpt2"])
 def test_what_has_no_adapters_is_refused_and_a_base_is_named(adapted, text_file, tmp_path, capsys):
-    """A base that is an imported run is named as what it was imported from."""
+    """A base that is an imported run is named as what it was imported from, and one that was trained here is refused."""
     base, run = adapted
-    with pytest.raises(UserError, match=r"has no adapters \(--lora.rank\). Give --to hf, to export its parameters."):
+    with pytest.raises(UserError, match=r"has no adapters \(--lora.rank\)"):
         export_peft(base.parent / "base", tmp_path / "none")
     main(["export", str(run.directory), "--to", "peft", "--out", str(tmp_path / "half"), "--dtype", "bfloat16"])
     assert "adapter_config.json, adapter_model.safetensors" in capsys.readouterr().out
     tensors = load_file(tmp_path / "half" / "adapter_model.safetensors")
     assert {str(x.dtype) for x in tensors.values()} == {"bfloat16"}
     import_model(str(base), tmp_path / "imported")
-
-    def named(source):
+    for source in (tmp_path / "imported", base.parent / "base"):
         experiment = tiny_experiment(text_file, init_from=str(source), steps=1)
-        model, lora = GPTConfig(scan_layers=True), LoraConfig(rank=2, frozen="int8")
+        experiment = dataclasses.replace(experiment, model=GPTConfig(scan_layers=True), lora=LoraConfig(rank=2))
         directory = tmp_path / f"from {source.name}"
-        jaxgpt.fit(dataclasses.replace(experiment, model=model, lora=lora), directory, progress=False)
-        out = export_peft(directory, tmp_path / f"out of {source.name}")
-        assert "base_model.model.transformer.h.1.attn.c_attn.lora_A.weight" in load_file(
-            out / "adapter_model.safetensors"
-        )
-        return json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"]
-
-    with pytest.warns(UserWarning, match="the adapters learnt on matrices in int8"):
-        assert named(tmp_path / "imported") == str(base)
-    with pytest.raises(UserError, match="adapts a run, and PEFT opens none. Give --to hf, to export it"):
-        named(base.parent / "base")
+        jaxgpt.fit(experiment, directory, progress=False)
+        if source.name == "base":
+            with pytest.raises(UserError, match="adapts a run, and PEFT opens none"):
+                export_peft(directory, tmp_path / "none")
+            continue
+        config = export_peft(directory, tmp_path / "out") / "adapter_config.json"
+        assert json.loads(config.read_text())["base_model_name_or_path"] == str(base)

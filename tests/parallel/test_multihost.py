@@ -1,6 +1,5 @@
 """Several processes on one machine, with real jax.distributed: the same curve, and an end in bounded time."""
 
-import faulthandler
 import os
 import signal
 import socket
@@ -206,13 +205,6 @@ def test_the_store_of_jax_is_where_it_was():
     assert client is None, "one process has no store"
     for name in ("key_value_set", "blocking_key_value_get", "wait_at_barrier"):
         assert callable(getattr(_jax.DistributedRuntimeClient, name)), f"not in JAX {jax.__version__}"
-
-
-def test_a_process_that_is_alone_is_never_ended(monkeypatch):
-    """Whatever delays a step may pass: a disk, a laptop that sleeps, a debugger."""
-    monkeypatch.setattr(faulthandler, "dump_traceback_later", None)
-    with multihost.watch_progress() as watch:
-        watch()
 
 
 def test_the_leader_tells_a_whole_number_or_what_is_wrong():

@@ -1,12 +1,9 @@
 """Programs of others against a real server: what they send is answered, and what they read is what the run says.
 
-lm-evaluation-harness runs in the environment of the tests. The other clients have environments of their own, which are
-made once and kept in the user's cache, and are driven by `client_program.py`.
+They have environments of their own, which are made once and kept in the user's cache, and are driven by `client_program.py`.
 """
 
 import hashlib
-import importlib.util
-import itertools
 import json
 import os
 import shutil
@@ -18,17 +15,13 @@ from pathlib import Path
 import filelock
 import pytest
 
-from jaxgpt.hf.source import tokenizer_config, tokenizer_json
-from jaxgpt.run import load
 from tests.helpers import check_command
 from tests.serve.conftest import CHAT, TEXTS
 from tests.serve.live import MODEL, serve, tiny_run
-from tests.tools.evaluate.test_lm_eval_model import LINES, TASK, TASKS
 
 pytestmark = pytest.mark.slow  # a server, and clients that take seconds to import
 
 CONTEXT = 2048  # bytes, for the schemas that clients write into their prompts
-SAME = 1e-4  # nats: float32 sums of other batches
 PROMPT = "that keep a "
 KEPT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxgpt-tests"
 LIFE = 14 * 86400.0  # seconds that an environment is kept, then its packages are looked for anew
@@ -92,47 +85,3 @@ def test_each_client_gets_what_it_asks_for(server, given, tmp_path, client, pack
     environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LLM_USER_PATH": str(tmp_path)}
     argv = [str(program), client, f"{server.url}/v1", given]
     check_command(*argv, cwd=tmp_path, python=environment(packages), **environ)
-
-
-HARNESS = """
-import json, sys, lm_eval, lm_eval.models
-from lm_eval.tasks import TaskManager
-import jaxgpt.tools.evaluate.lm_eval_model
-directory, models, tasks = json.loads(sys.argv[1])
-manager = TaskManager(include_path=directory, include_defaults=False)
-found = []
-for model, args in models:
-    how = dict(task_manager=manager, bootstrap_iters=10, tasks=tasks, batch_size=3)
-    evaluated = lm_eval.simple_evaluate(model=model, model_args=args, **how)
-    resps = {task: [sample["resps"] for sample in samples] for task, samples in evaluated["samples"].items()}
-    found.append({"results": evaluated["results"], "resps": resps})
-print(json.dumps(found))
-"""
-
-
-def test_lm_eval_has_the_figures_of_the_adapter(server, tmp_path):
-    """With the run's tokenizer in a file beside the client."""
-    for package in ("lm_eval", "tenacity", "aiohttp", "transformers"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f'{package} is not installed: pip install "lm-eval[api]" transformers')
-    run = load(server.run)
-    (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    for name, rest in TASKS.items():
-        (tmp_path / f"{name}.yaml").write_text(f"task: {name}\n{TASK.replace('DIRECTORY', str(tmp_path))}{rest}")
-    (tmp_path / "tokenizer.json").write_text(tokenizer_json(run.tokenizer) or "")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(run.tokenizer, CONTEXT)))
-    remote = f"model={MODEL},base_url={server.url}/v1/completions,max_length={CONTEXT}"
-    local = f"{remote},tokenizer={tmp_path},tokenizer_backend=huggingface,custom_prefix_token_id=10"
-    models = [("jaxgpt", f"run={server.run}"), ("local-completions", local)]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "*"}
-    given = json.dumps([str(tmp_path), models, list(TASKS)])
-    done = check_command("-c", HARNESS, given, cwd=tmp_path, **offline)
-    ours, theirs = json.loads(done.stdout.splitlines()[-1])
-    pairs = zip(itertools.chain(*ours["resps"]["choice"]), itertools.chain(*theirs["resps"]["choice"]), strict=True)
-    for (our,), (their,) in pairs:
-        assert float(their[0]) == pytest.approx(float(our[0]), abs=SAME)
-        assert their[1] == our[1]  # is it greedy?
-    for task in TASKS:
-        results = {name: value for name, value in ours["results"][task].items() if isinstance(value, float)}
-        assert results and {name: theirs["results"][task][name] for name in results} == pytest.approx(results, rel=SAME)
-    assert theirs["resps"]["written"] == ours["resps"]["written"]

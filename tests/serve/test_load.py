@@ -11,7 +11,6 @@ import json
 import os
 import random
 import re
-import signal
 import socket
 import struct
 import time
@@ -127,15 +126,3 @@ def test_mixed_requests_compile_nothing_lose_nothing_and_keep_memory_flat(server
     third = len(memory) // 3
     print(f"{REQUESTS} requests; by status {dict(seen)}; MB {[m // 10**6 for m in memory]}")
     assert max(memory[-third:]) <= FLAT * memory[third]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_what_runs_end(server, number):
-    with serve(server.run, "--slots", "2", "--log-prompts") as small:
-        with small.open(TEXTS, **LONG | {"max_tokens": 200}) as connection:
-            received = connection.recv(4096)
-            small.process.send_signal(number)
-            while (piece := connection.recv(65536)) and b"data: [DONE]" not in received:
-                received += piece
-        assert b'"finish_reason": "length"' in received and small.process.wait(10) == 0
-    assert small.log.read_text().splitlines()[-1] == "stopped"
