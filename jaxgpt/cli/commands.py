@@ -6,11 +6,11 @@ import importlib.util
 import itertools
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from jaxgpt.cli.console import say
 from jaxgpt.cli.experiment_file import load_variants
-from jaxgpt.config.validate import LARGEST_SIZE, Count, Interval, NonNegativeInt, Size
+from jaxgpt.config.validate import Count, NonNegativeInt, Size
 from jaxgpt.data.tokenizer import find_start_token
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import Result, new_file, read_json
@@ -40,7 +40,6 @@ def sample(
     weights: Precision | None = None,
     cache_dtype: Precision | None = None,
     slots: Count | None = None,
-    stream: bool = True,
     json: bool = False,
 ) -> Result | None:
     """Generate text from a trained run.
@@ -58,7 +57,6 @@ def sample(
         choice: a text that it may be. Give the option for each
         seed: the same seed gives the same text
         slots: samples to generate together. A server's number gives the same bits as the server. None means all
-        stream: on a terminal, show the text as it is generated
     """
     if chat and not prompt:
         typed = b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
@@ -72,7 +70,7 @@ def sample(
     if not (chat or prompt):
         say(f"no prompt: starting from {find_start_token(model.tokenizer)[1]}")
     start = "" if chat else prompt
-    if stream and sys.stdout.isatty() and not json and num_samples == 1:
+    if sys.stdout.isatty() and not json and num_samples == 1:  # show the text as it is generated
         for piece in itertools.chain([start], model.stream(prompt, **options), ["\n"]):
             print(piece, end="", flush=True)
         return None
@@ -138,7 +136,6 @@ def xray(
     out: str = "xray.html",
     force: bool = False,
     data: str | None = None,
-    corpus_tokens: Annotated[int, Interval(ge=0, le=LARGEST_SIZE)] = 32768,
 ) -> None:
     """Show what a model does with a text, as an HTML page.
 
@@ -146,13 +143,12 @@ def xray(
         prompt: the text, at most block_size tokens
         out: the page to write
         data: a UTF-8 text file in which to look for the top activating examples of each MLP unit. None means the run's own training text
-        corpus_tokens: tokens of that text to read, spread evenly over it. 0 means none
     """
     path = new_file(out, force=force)
     model = load(run, average=average)
     from jaxgpt.tools.xray.xray import xray
 
-    print(write_page(path, xray(model, prompt, data=data, corpus_tokens=corpus_tokens)))
+    print(write_page(path, xray(model, prompt, data=data)))
 
 
 def page(

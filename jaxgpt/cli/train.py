@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import faulthandler
 import functools
 import re
-import signal
 import sys
 import time
 import traceback
@@ -54,8 +52,6 @@ def train(
 
     configure_jax()
     experiment = choose_context(label_own_text(experiment, run_dir))
-    if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1)  # prints the stacks of a run that hangs
     began = time.monotonic()
     try:
         run = fit(experiment, run_dir, fresh=fresh, extend=extend or None, callbacks=callbacks)

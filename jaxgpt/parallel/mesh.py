@@ -117,19 +117,16 @@ def divide_devices(count: int, config: ParallelConfig) -> dict[str, int]:
 
 
 def check_divisible(model: GPTConfig, sizes: Mapping[str, int]) -> None:
-    """Raise `UserError` unless every logical axis divides over its devices: otherwise JAX replicates the array."""
-    shape, both = model.shape, "fsdp x tensor"
-    counts = {**sizes, both: sizes["fsdp"] * sizes["tensor"]}
-    checks = {("n_embd", "fsdp"): model.n_embd, ("n_head", "tensor"): model.n_head}
-    checks |= {("n_kv_head", "tensor"): shape.n_kv_head, ("mlp_dim", "tensor"): shape.mlp_dim}
-    checks["vocab_size", "tensor"] = model.vocab_size or 0
-    if shape.qkv_bias or (model.qk_norm and model.qk_norm_over == "heads"):  # vectors, sharded over both axes
-        checks["n_head x head_dim", both] = model.n_head * shape.head_dim
-        checks["n_kv_head x head_dim", both] = shape.n_kv_head * shape.head_dim
-    if model.bias:
-        checks["mlp_dim", both] = shape.mlp_dim
+    """Raise `UserError` unless the axes of every matrix divide over their devices."""
+    checks = {
+        ("n_embd", "fsdp"): model.n_embd,
+        ("n_head", "tensor"): model.n_head,
+        ("n_kv_head", "tensor"): model.shape.n_kv_head,
+        ("mlp_dim", "tensor"): model.shape.mlp_dim,
+        ("vocab_size", "tensor"): model.vocab_size or 0,
+    }
     for (field, axis), size in checks.items():
-        n = counts[axis]
+        n = sizes[axis]
         if size % n:
             near = near_multiples(size, n)
             raise UserError(f"model.{field}={size} does not divide over parallel.{axis}={n}: take model.{field}={near}")

@@ -332,7 +332,7 @@ def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None
     """Return windows spread evenly over the run's training text, or over the file `data`, or None and the reason."""
     T = run.model.config.block_size
     if not tokens:
-        return None, "The search is switched off (--corpus-tokens 0)."
+        return None, "The search is switched off (corpus_tokens=0)."
     if data is not None:
         text: Any = Tokens([encode_whole(find_user_files(data), run.tokenizer)[0]])
         if len(text) < T:
