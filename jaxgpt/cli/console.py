@@ -12,7 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from jaxgpt.errors import UserError, reason_of
 from jaxgpt.files import render_json
@@ -27,7 +27,7 @@ def report_errors() -> Iterator[None]:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a character that its encoding does not have is an escape
     try:
-        with warnings.catch_warnings():
+        with contextlib.redirect_stderr(_Stderr(sys.stderr)), warnings.catch_warnings():
             warnings.showwarning = functools.partial(_show_warning, warnings.showwarning)
             yield
             sys.stdout.flush()  # here, where an error can still be reported
@@ -47,6 +47,25 @@ def report_errors() -> Iterator[None]:
             _discard_stdout()
         say(one_line(f"jaxgpt: {'' if e.filename is None else f'{e.filename}: '}{reason_of(e)}"))
         raise SystemExit(2) from None
+
+
+class _Stderr:
+    """Standard error, whose reader may be gone or its terminal closed: then what is said is lost, and a run goes on."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 def _discard_stdout() -> None:

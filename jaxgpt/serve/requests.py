@@ -254,23 +254,26 @@ class Served:
             message = f"there is no model {name[:80]!r} here: needs {' or '.join(map(repr, self.names))}"
             raise RequestError(message, status=404, param="model", code="model_not_found")
 
+    def _check_limits(self, p: Parameters) -> None:
+        _need(p.n <= self.slots, "n", f"n={short(p.n)}: needs at most {self.slots}, the slots of this server")
+        _need(all(p.stop), "stop", "stop: needs strings that are not empty")
+        _need(p.stream or p.stream_options is None, "stream_options", "stream_options: needs stream=true")
+        options = p.stream_options or {}
+        is_known = options.keys() <= {*STREAM_OPTIONS} and {*map(type, options.values())} <= {bool, type(None)}
+        _need(is_known, "stream_options", f"stream_options: needs {' or '.join(STREAM_OPTIONS)}, true or false")
+        is_short = len(p.stop_token_ids) <= MAX_STOP_TOKENS
+        _need(is_short, "stop_token_ids", f"stop_token_ids: needs at most {MAX_STOP_TOKENS} ids")
+        for name, ids in (("stop_token_ids", p.stop_token_ids), ("logit_bias", [i for i, _ in p.sampling.logit_bias])):
+            with _naming(name):
+                check_ids(self.run.model, ids, name)
+
     def plan(self, p: CompletionParameters | ChatParameters) -> list[Row]:
         """Return the choices to generate: n of the first prompt, n of the second, and so on.
 
         Raises `RequestError` for parameters that contradict each other, or are beyond the limits of the server.
         """
         self.check_name(p.model)
-        _need(p.n <= self.slots, "n", f"n={short(p.n)}: this server has {self.slots} slots, needs at most as many")
-        _need(all(p.stop), "stop", f"stop={short(p.stop)}: needs strings that are not empty")
-        options, name = p.stream_options or {}, "stream_options"
-        _need(p.stream or p.stream_options is None, name, f"{name} is for streams: needs stream=true")
-        is_known = options.keys() <= {*STREAM_OPTIONS} and {*map(type, options.values())} <= {bool, type(None)}
-        _need(is_known, name, f"{name}={short(options)}: needs {' or '.join(STREAM_OPTIONS)}, true or false")
-        many = f"stop_token_ids has {len(p.stop_token_ids)} ids: needs at most {MAX_STOP_TOKENS}"
-        _need(len(p.stop_token_ids) <= MAX_STOP_TOKENS, "stop_token_ids", many)
-        for name, ids in (("stop_token_ids", p.stop_token_ids), ("logit_bias", [i for i, _ in p.sampling.logit_bias])):
-            with _naming(name):
-                check_ids(self.run.model, ids, name)
+        self._check_limits(p)
         offer = None
         if isinstance(p, ChatParameters):
             with _naming("tools"):

@@ -1,6 +1,7 @@
 """What the command line says, and where: on streams that are closed, full or of ASCII alone, and to a shell."""
 
 import dataclasses
+import io
 import math
 import os
 import subprocess
@@ -41,6 +42,17 @@ def test_a_reader_that_is_gone_and_a_full_disk_are_no_bugs():
         assert "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
     done = in_a_shell(">/dev/full")
     assert (done.returncode, done.stderr) == (2, "on the way\njaxgpt: No space left on device\n")
+
+
+def test_a_run_goes_on_though_nobody_reads_what_it_says(monkeypatch):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    with console.report_errors():
+        console.say("a line")
+        print("another", file=sys.stderr, flush=True)
 
 
 @pytest.mark.parametrize(("encoding", "result", "text"), [("utf-8", "año", "año"), ("ascii", r"a\u00f1o", r"a\xf1o")])
