@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import jax
 
 from jaxgpt.config.validate import Interval
-from jaxgpt.config.words import parse_value
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPTConfig
 from jaxgpt.train import Params
@@ -81,6 +80,8 @@ def memory_of(device: jax.Device) -> int | None:
 
 def gpu_memory_share() -> float:
     """Return the part of a GPU's memory that XLA allocates at its start: three quarters, or what a variable says."""
+    from jaxgpt.config.words import parse_value  # which training does not need
+
     name = "XLA_CLIENT_MEM_FRACTION"
     return parse_value(name, os.environ.get(name, "0.75"), Annotated[float, Interval(gt=0, le=1)])
 
