@@ -18,7 +18,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.hf import families
 from jaxgpt.hf.families import find_family
 from jaxgpt.hf.family import canonical_form
-from jaxgpt.hf.source import open_source, tokenizer_json
+from jaxgpt.hf.source import open_source, tokenizer_config, tokenizer_json
 from jaxgpt.hf.weights import INDEX, list_tensors
 from jaxgpt.model import GPTConfig
 from jaxgpt.presets import quickstart
@@ -118,23 +118,19 @@ VLLM = {"GPT2LMHeadModel", *(f"{name}ForCausalLM" for name in "Gemma Gemma2 Gemm
 VLLM |= {"Olmo2ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 
 
-def test_an_export_is_what_vllm_loads(trained):
+def test_an_export_is_what_vllm_loads(exported):
     """As its source asks: a known class, an output matrix where none is tied, ids inside the vocabulary."""
-    assert {
-        family.architecture for family in families.FAMILIES.values()
-    } <= VLLM  # vllm/model_executor/models/registry.py
-    for kind in ("char", "bpe"):
-        run, out = trained(kind)
-        config, generation, tokenizer = (
-            json.loads((out / f"{name}.json").read_text())
-            for name in ("config", "generation_config", "tokenizer_config")
-        )
-        assert config["tie_word_embeddings"] is run.model.config.tie_embeddings
-        assert ("lm_head.weight" in list_tensors(out)) is not config["tie_word_embeddings"]
-        assert {i for i in generation.values() if i is not None} <= set(range(config["vocab_size"]))
-        assert tokenizer["model_max_length"] == config["max_position_embeddings"] == run.model.config.block_size
-        # It stops at the tokenizer's eos whatever generation_config.json says: vllm/renderers/base.py.
-        assert tokenizer.get("eos_token") == {"char": None, "bpe": "<|endoftext|>"}[kind]
+    known = {family.architecture for family in families.FAMILIES.values()}
+    assert known <= VLLM  # vllm/model_executor/models/registry.py
+    run, out = exported
+    names = ("config", "generation_config", "tokenizer_config")
+    config, generation, tokenizer = (json.loads((out / f"{name}.json").read_text()) for name in names)
+    assert config["tie_word_embeddings"] is run.model.config.tie_embeddings
+    assert ("lm_head.weight" in list_tensors(out)) is not config["tie_word_embeddings"]
+    assert {i for i in generation.values() if i is not None} <= set(range(config["vocab_size"]))
+    assert tokenizer["model_max_length"] == config["max_position_embeddings"] == run.model.config.block_size
+    # It stops at the tokenizer's eos whatever generation_config.json says: vllm/renderers/base.py.
+    assert tokenizer["eos_token"] == "<|endoftext|>" and "eos_token" not in tokenizer_config(CharTokenizer("ab"), 16)
 
 
 def test_an_export_has_a_card_and_if_large_several_files_and_an_index(exported, tmp_path):
