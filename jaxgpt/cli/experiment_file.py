@@ -39,18 +39,17 @@ def load_file(named: str) -> tuple[Experiment, list[Callable[[dict[str, Any]], N
     """Return the experiment of `load_experiment`, and `callbacks` of the file: see `jaxgpt.fit`."""
     if (preset := find_preset(named)) is not None:
         return preset, []
-    file, _, attribute = named.partition(".py:")
-    path = Path(file + ".py") if attribute else Path(named)
-    attribute = attribute or "experiment"
-    if path.suffix != ".py" or not is_there(path, "Give a .py file."):
-        why = "there is no such file" if path.suffix == ".py" else "it is neither a built-in name nor a .py file"
+    file, has_attribute, attribute = named.partition(".py:")
+    path, name = (Path(file + ".py"), attribute) if has_attribute else (Path(named), "experiment")
+    if not _is_program(path):
         known = ", ".join(EXPERIMENTS)
-        raise UserError(f"no experiment {named!r}: {why}{suggest(named, EXPERIMENTS)}. Built in: {known}, depth:N")
+        meant = suggest(named, EXPERIMENTS)
+        raise UserError(f"no experiment {named!r}{meant}: give a .py file that is there, or one of {known}, depth:N")
     found = vars(run_file(path))
-    experiment = found.get(attribute)
+    experiment = found.get(name)
     if not isinstance(experiment, Experiment):
-        others = [name for name, value in found.items() if isinstance(value, Experiment)]
-        raise UserError(f"{path} has no `{attribute} = Experiment(...)`; it has {', '.join(others) or 'none'}")
+        others = [other for other, value in found.items() if isinstance(value, Experiment)]
+        raise UserError(f"{path} has no `{name} = Experiment(...)`; it has {', '.join(others) or 'none'}")
     callbacks = found.get("callbacks", [])
     if not isinstance(callbacks, list | tuple) or not all(map(callable, callbacks)):
         raise UserError(f"{path}: callbacks={short(callbacks)}: needs a list of functions")
@@ -60,15 +59,15 @@ def load_file(named: str) -> tuple[Experiment, list[Callable[[dict[str, Any]], N
 def load_variants(named: str) -> dict[str, Experiment]:
     """Return `variants` of a Python file: the experiments that a study compares, by name. Raises `UserError`."""
     path = Path(named)
-    if path.suffix != ".py" or not is_there(path, "Give a .py file."):
+    found = vars(run_file(path)).get("variants") if _is_program(path) else None
+    is_right = isinstance(found, dict) and found and all(isinstance(name, str) for name in found)
+    if not is_right or not all(isinstance(one, Experiment) for one in found.values()):
         raise UserError(f"no study {named!r}: give a .py file with `variants = {{name: Experiment(...), ...}}` in it")
-    variants = vars(run_file(path)).get("variants")
-    if not isinstance(variants, dict) or not variants:
-        raise UserError(f"{path} has no `variants = {{name: Experiment(...), ...}}`, which a study needs")
-    for name, one in variants.items():
-        if not isinstance(name, str) or not isinstance(one, Experiment):
-            raise UserError(f"{path}: variants has {name!r}: {type(one).__name__}, needs a name and an Experiment")
-    return variants
+    return found
+
+
+def _is_program(path: Path) -> bool:
+    return path.suffix == ".py" and is_there(path, "Give a .py file.")
 
 
 def resumed_run(argv: list[str]) -> RunMetadata | None:

@@ -28,17 +28,18 @@ def stream(client, **body):
 
 
 def test_a_call_that_must_be_has_arguments_that_are_right(real):
-    named = {"type": "function", "function": {"name": "weather"}}
-    for seed, choice in enumerate(["required", named]):
+    named = [{"type": "function", "function": {"name": name}} for name in ("weather", "ride")]
+    for seed, choice in enumerate(["required", *named]):
         body = {"messages": HELLO, "tools": [WEATHER, RIDE], "tool_choice": choice, "seed": seed, "temperature": 2.0}
         (found,) = real.ask(CHAT, **body, max_tokens=60).json()["choices"]
         (call,) = found["message"]["tool_calls"]
         assert found["finish_reason"] == "tool_calls" and found["message"]["content"] is None
         arguments = json.loads(call["function"]["arguments"])
-        if choice == named or call["function"]["name"] == "weather":
+        assert choice == "required" or call["function"]["name"] == choice["function"]["name"]
+        if call["function"]["name"] == "weather":
             assert arguments["city"] in ("Toledo", "El Toboso") and type(arguments["days"]) is int
         else:
-            assert call["function"]["name"] == "ride" and arguments == {}
+            assert arguments == {}
         message, finish = stream(real, **body, max_tokens=60)
         assert finish == "tool_calls" and message["content"] == ""
         assert [one["function"] for one in message["tool_calls"]] == [call["function"]]
