@@ -55,7 +55,7 @@ def blame_own_classes(config: Any, method: Any = None, failed: Sequence[nn.Modul
     except Exception as e:
         if not own:
             raise
-        place = find_place(e, own)
+        place = find_place(e)
         if isinstance(e, UserError):
             if not place or PLACED.match(str(e)):
                 raise

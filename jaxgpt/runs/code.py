@@ -1,8 +1,8 @@
 """Run the code of a user's own classes, keep it in the run directory, and trust it by its digest.
 
-A file is run as `python FILE` runs it, except that its modules are called NAME@DIGEST in
-`sys.modules` afterwards: two versions of a module, or two files of one name, are there at the same
-time, and each class finds the module that it comes from.
+A file is run as `python FILE` runs it, with the files beside it first among what it imports. Their
+modules are called NAME@DIGEST in `sys.modules` afterwards: two versions of a module, or two files
+of one name, are there at the same time, and each class finds the module that it comes from.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import dataclasses
 import hashlib
 import importlib
 import inspect
-import itertools
 import os
 import shutil
 import sys
 import tempfile
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,113 +32,77 @@ from jaxgpt.files import cache_directory, is_there, json_sha256, make_cache, rea
 
 FOLDER = "code"  # in a run directory
 NOT_OWN = Path(__file__).parents[1], Path(os.__file__).parent  # jaxgpt and Python's library
+INSTALLED = {"site-packages", "dist-packages"}
 LARGEST_FILE = 2**22  # bytes
+VALUES = {"experiment", "variants", "callbacks"}  # assigned in a file, they may differ on a resume
 _TRUSTED: list[bool] = []  # this process's, set by `trust_code`
+Files = dict[str, bytes]  # Python files of one folder by name, such as "moe.py"
 
 
 class CodeError(UserError):
     """The code of a file or a run is missing, changed, not trusted, or fails."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Code:
-    """Python files that belong together: one that was named, and what it imports there."""
-
-    folder: Path
-    files: Mapping[str, bytes]  # by path from the folder, such as "moe.py" or "lab/moe.py"
-
-    @property
-    def digests(self) -> dict[str, str]:
-        """Return the SHA-256 of each file."""
-        return {name: hashlib.sha256(raw).hexdigest() for name, raw in sorted(self.files.items())}
-
-    @property
-    def tag(self) -> str:
-        """Return what follows the names of these modules in `sys.modules`."""
-        return f"@{json_sha256(self.digests)[:16]}"
-
-    def find(self, module: str) -> str | None:
-        """Return the file of a module a.b: a/b/__init__.py, a/b.py or a.b.py, the first of them."""
-        path = module.replace(".", "/")
-        names = (f"{path}/__init__.py", f"{path}.py", f"{module}.py")
-        return next((name for name in names if name in self.files), None)
-
-    def write(self, folder: Path) -> None:
-        """Write the files into another folder."""
-        for name, raw in self.files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(raw)
+def digests_of(files: Files) -> dict[str, str]:
+    """Return the SHA-256 of each file."""
+    return {name: hashlib.sha256(raw).hexdigest() for name, raw in sorted(files.items())}
 
 
-def collect(path: Path, module: str) -> Code:
-    """Read a file, and what the import statements in it name in its folder, or in its package.
+def _tag(files: Files) -> str:
+    """Return what follows the names of the modules of these files in `sys.modules`."""
+    return f"@{json_sha256(digests_of(files))[:16]}"
 
-    module: its name, which says how many folders above it imports begin.
-    """
-    path = path.resolve()
-    depth = 0 if module == path.stem else module.count(".") + (path.name == "__init__.py")
-    folder = path.parents[depth]
-    is_installed = _is_installed(folder)  # all other packages are there too
-    files, left = {}, [path.relative_to(folder).as_posix()]
+
+def collect(path: Path) -> Files:
+    """Read a file, and the files beside it that it imports. Raises `CodeError` for packages."""
+    folder, files, left = path.resolve().parent, {}, {path.name}
     while left:
         name = left.pop()
         files[name] = read_bytes(folder / name, LARGEST_FILE)
-        for imported in _imports(files[name], name):
-            is_own = imported.partition(".")[0] == module.partition(".")[0]
-            if not is_own and (is_installed or _is_elsewhere(imported)):
+        for module in _imports(files[name]):
+            if module and _is_elsewhere(module):
                 continue
-            *packages, last = itertools.accumulate(imported.split("."), "{}/{}".format)
-            places = [f"{last}.py", *(f"{package}/__init__.py" for package in (*packages, last))]
-            left += [x for x in places if x not in {*files, *left} and (folder / x).is_file()]
-    return Code(folder, files)
+            if not module or (folder / module / "__init__.py").exists():
+                said = f"{folder / name} imports from a package, which no run keeps"
+                raise CodeError(f"{said}: put the file that it needs beside the experiment")
+            beside = f"{module}.py"
+            if beside not in files and (folder / beside).is_file():
+                left.add(beside)
+    return files
 
 
-def _imports(raw: bytes, name: str) -> Iterator[str]:
-    """Yield the modules that a file's import statements may name. name: its path in its folder."""
+def _imports(raw: bytes) -> Iterator[str]:
+    """Yield the top names of the modules that a file imports, "" for those of its package."""
     try:
         tree = ast.parse(raw)
     except (SyntaxError, ValueError):  # reported when it is run
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = name.split("/")[: -node.level] if node.level else []
-            module = ".".join([*above, *filter(None, [node.module])])
-            yield module
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            yield "" if node.level else str(node.module).partition(".")[0]
 
 
 def _is_elsewhere(module: str) -> bool:
-    """Return whether a module is jaxgpt's, Python's, or an installed package's that was imported."""
-    top = module.partition(".")[0]
-    file = getattr(sys.modules.get(top), "__file__", None) or ""
-    return top == "jaxgpt" or top in sys.stdlib_module_names or _is_installed(Path(file))
-
-
-def _is_installed(path: Path) -> bool:
-    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+    """Return whether a module is jaxgpt's, Python's, or an installed one that was imported."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    is_known = module == "jaxgpt" or module in sys.stdlib_module_names
+    return is_known or bool(INSTALLED & {*Path(file).parts})
 
 
 def _is_own_file(file: str) -> bool:
-    """Return whether a file is the user's, or of a notebook: not jaxgpt's, Python's or a package's."""
+    """Return whether a file is the user's or a notebook's: not jaxgpt's, Python's, a package's."""
     path = Path(file)
     is_made = file.startswith(("<string>", "<frozen"))  # by dataclasses, for example
-    return not (is_made or _is_installed(path) or any(map(path.is_relative_to, NOT_OWN)))
+    return not (is_made or INSTALLED & {*path.parts} or any(map(path.is_relative_to, NOT_OWN)))
 
 
-def find_place(e: BaseException, classes: Iterable[type] = ()) -> str:
-    """Return "FILE:LINE: " of the user's innermost frame that an exception went through, or "".
-
-    classes: look in the folders of their files only, unless they are in none.
-    """
-    files = [getattr(sys.modules.get(cls.__module__), "__file__", None) for cls in classes]
-    folders = [Path(file).resolve().parent for file in filter(None, files)] or [Path("/")]
-    for frame in reversed(traceback.extract_tb(e.__traceback__)):
-        is_near = any(map(Path(frame.filename).resolve().is_relative_to, folders))
-        if is_near and _is_own_file(frame.filename):
-            return f"{frame.filename}:{frame.lineno}: "
-    return ""
+def find_place(e: BaseException) -> str:
+    """Return "FILE:LINE: " of the user's innermost frame that an exception went through, or ""."""
+    frames = reversed(traceback.extract_tb(e.__traceback__))
+    own = (frame for frame in frames if _is_own_file(frame.filename))
+    return next((f"{frame.filename}:{frame.lineno}: " for frame in own), "")
 
 
 def place_of(owner: Any) -> str:
@@ -156,21 +119,27 @@ def name_with_place(owner: Any) -> str:
     return f"{place_of(owner)}{owner.__qualname__}"
 
 
-def _run(code: Code, module: str, path: Path) -> types.ModuleType:
-    """Run a module, whose file is `path`. What it raises becomes a `CodeError` of one line."""
-    name, tagged = str(code.find(module)), f"{module}{code.tag}"
+def run_file(path: Path) -> types.ModuleType:
+    """Run a file as a module. The user named it, so it is trusted as a program is.
+
+    It imports what `python FILE` can: modules of its folder first. What it prints goes to stderr.
+    """
+    return _run(collect(path), path, path.stem)
+
+
+def _run(files: Files, path: Path, module: str) -> types.ModuleType:
+    """Run one of the files as a module. What it raises becomes a `CodeError` of one line."""
+    # Not by an import, which would find a module of Python with the same name.
+    made = types.ModuleType(f"{module}{_tag(files)}")
+    made.__file__ = str(path)
     try:
-        with contextlib.redirect_stdout(sys.stderr), _importing(code):
-            if "/" in name:
-                importlib.import_module(module)
-            else:  # by an import, a module of Python with the same name would be found
-                made = sys.modules[tagged] = types.ModuleType(tagged)
-                made.__file__ = str(path)
-                if not _is_elsewhere(module):
-                    sys.modules[module] = made
-                exec(compile(code.files[name], path, "exec", dont_inherit=True), vars(made))
+        with contextlib.redirect_stdout(sys.stderr), _importing(files, path.resolve().parent):
+            sys.modules[made.__name__] = made
+            if not _is_elsewhere(module):
+                sys.modules[module] = made
+            exec(compile(files[path.name], path, "exec", dont_inherit=True), vars(made))
     except BaseException as e:
-        sys.modules.pop(tagged, None)
+        sys.modules.pop(made.__name__, None)
         if not isinstance(e, Exception | SystemExit):
             raise
         place, said = find_place(e) or f"{path}:1: ", f"{type(e).__name__}: {e}"
@@ -179,37 +148,31 @@ def _run(code: Code, module: str, path: Path) -> types.ModuleType:
         if isinstance(e, SyntaxError):
             place, said = f"{e.filename or path}:{e.lineno or 1}: ", e.msg
         raise CodeError(f"{place}{said}: repair the experiment file") from e
-    if tagged not in sys.modules:
-        file = sys.modules[module].__file__
-        raise CodeError(f"{module} was imported from {file}, so {path} needs a process of its own")
-    return sys.modules[tagged]
+    return made
 
 
 @contextlib.contextmanager
-def _importing(code: Code) -> Iterator[None]:
-    """Let imports find the files of this code first, and hide modules of the same names.
+def _importing(files: Files, folder: Path) -> Iterator[None]:
+    """Let imports find these files of a folder first, and hide modules of the same names.
 
     Afterwards what was imported is in `sys.modules` as MODULE@DIGEST, as the others are again.
     """
-    tops = {Path(name).parts[0].removesuffix(".py") for name in code.files}
-
-    def take_away() -> dict[str, types.ModuleType]:
-        names = [name for name in sys.modules if name.partition(".")[0] in tops and "@" not in name]
-        return {name: sys.modules.pop(name) for name in names if not _is_elsewhere(name)}
-
-    hidden, search_path = take_away(), list(sys.path)
-    known = {name: module for name, module in sys.modules.items() if name.endswith(code.tag)}
-    sys.modules.update({name.removesuffix(code.tag): module for name, module in known.items()})
-    sys.path.insert(0, str(code.folder))
+    own = [name.removesuffix(".py") for name in files]
+    own = [name for name in own if not _is_elsewhere(name)]
+    hidden = {name: sys.modules.pop(name) for name in own if name in sys.modules}
+    search_path = list(sys.path)
+    sys.path.insert(0, str(folder))
     importlib.invalidate_caches()  # a module may have been written since the folder was last read
     try:
         yield
     finally:
         sys.path[:] = search_path
-        for name, module in take_away().items():
-            module.__name__ = name + code.tag
-            sys.modules[module.__name__] = module
-            _rename(module, name, module.__name__)
+        for name in own:
+            module = sys.modules.pop(name, None)
+            if module is not None:
+                module.__name__ = name + _tag(files)
+                sys.modules[module.__name__] = module
+                _rename(module, name, module.__name__)
         sys.modules.update(hidden)
 
 
@@ -221,26 +184,18 @@ def _rename(owner: Any, old: str, new: str) -> None:
             _rename(value, old, new)
 
 
-def run_file(path: Path) -> types.ModuleType:
-    """Run a file as a module. The user named it, so it is trusted as a program is.
-
-    It imports what `python FILE` can: modules of its folder first. What it prints goes to stderr.
-    """
-    module = path.resolve().stem
-    return _run(collect(path, module), module, path)
-
-
-def code_of(cls: type) -> Code | None:
+def code_of(cls: type) -> Files | None:
     """Return the files of a class, as they are now, or None if it is in none, as in a notebook."""
     file = Path(getattr(sys.modules.get(cls.__module__), "__file__", None) or "")
-    return collect(file, class_name(cls).partition(":")[0]) if file.is_file() else None
+    return collect(file) if file.is_file() else None
 
 
-def own_code(config: Any) -> Code | None:
-    """Return the files of a configuration's classes that are not jaxgpt's, if there are any."""
-    codes = list(filter(None, map(code_of, own_classes(config))))
-    files = {name: raw for code in codes for name, raw in code.files.items()}
-    return Code(codes[0].folder, files) if codes else None
+def own_code(config: Any) -> Files:
+    """Return the files of a configuration's classes that are not jaxgpt's."""
+    files: Files = {}
+    for cls in own_classes(config):
+        files |= code_of(cls) or {}
+    return files
 
 
 def own_classes(config: Any) -> Iterator[type]:
@@ -252,21 +207,26 @@ def own_classes(config: Any) -> Iterator[type]:
             yield from own_classes(value)
 
 
-def keep_code(directory: Path, code: Code) -> None:
+def keep_code(directory: Path, files: Files) -> None:
     """Write the code that a user trains with into a run directory, and trust it from now on."""
-    code.write(directory / FOLDER)
+    _write(files, directory / FOLDER)
     make_cache(_trusted())
-    (_trusted() / json_sha256(code.digests)).touch()
+    (_trusted() / json_sha256(digests_of(files))).touch()
 
 
-def read_code(directory: Path) -> Code:
+def _write(files: Files, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, raw in files.items():
+        (folder / name).write_bytes(raw)
+
+
+def read_code(directory: Path) -> Files:
     """Return the code in a run directory, which may be somebody else's. None of it is run."""
-    place, files = directory / FOLDER, {}
-    if is_there(place, "It holds the code of the run's own classes.") and place.is_dir():
-        for path in place.rglob("*.py"):  # which follows no links to folders
-            if path.is_file() and not path.is_symlink():
-                files[path.relative_to(place).as_posix()] = read_bytes(path, LARGEST_FILE)
-    return Code(place.resolve(), files)
+    place = directory / FOLDER
+    if not is_there(place, "It holds the code of the run's own classes."):
+        return {}
+    found = [path for path in place.glob("*.py") if path.is_file() and not path.is_symlink()]
+    return {path.name: read_bytes(path, LARGEST_FILE) for path in found}
 
 
 def trust_code() -> None:
@@ -305,15 +265,14 @@ def find_class(
 ) -> type:
     """Return the subclass of `base` with this name and code: an imported one, or the run's own.
 
+    Raises `CodeError` if there is none, or if its code is not trusted. Nothing is run then.
+
     Args:
         base: the class of which it must be a subclass.
         name: "module:Class".
         directory: the run directory.
         digests: the SHA-256 of the run's code. None means that it was in no file.
         trusted: run the code even if this user has not trained with it here.
-
-    Raises:
-        CodeError: there is no such class, or its code is not trusted. Nothing is run then.
     """
     for cls in _subclasses(base):
         if class_name(cls) == name and _is_made_of(cls, digests):
@@ -321,31 +280,33 @@ def find_class(
     said = f"class {short(name)}"
     if digests is None:
         raise CodeError(f"{said} was defined in no file: define it again, then load the run")
-    code, place = read_code(directory), directory / FOLDER
+    files, place = read_code(directory), directory / FOLDER
     module, _, qualified = name.partition(":")
-    file = code.find(module)
+    names = f"{module}.py", f"{module.rpartition('.')[2]}.py"  # the second of a package's module
+    file = next((file for file in names if file in files), None)
     if file is None:
         raise CodeError(f"{said} is needed, and {place} does not have its file: put it there again")
-    if code.digests != digests:
-        changed = ", ".join(sorted({name for name, _ in code.digests.items() ^ digests.items()}))
+    if digests_of(files) != digests:
+        differing = digests_of(files).items() ^ digests.items()
+        changed = ", ".join(sorted({name for name, _ in differing}))
         raise CodeError(f"{place} is not the code that the run was trained with: restore {changed}")
-    if not (trusted or _TRUSTED or (_trusted() / json_sha256(code.digests)).exists()):
+    if not (trusted or _TRUSTED or (_trusted() / json_sha256(digests)).exists()):
         brought = f"{', '.join(digests)} (SHA-256 {digests[file][:12]}...)"
         remedy = f"read it in {place}, then add --trust-code (trust_code=True) to run it"
         said = f"{directory} brings code of its own, {brought}"
         raise CodeError(f"{said}, and you have not trained with it on this machine: {remedy}")
-    found: Any = sys.modules.get(f"{module}{code.tag}")
-    if found is None:
+    made: Any = sys.modules.get(f"{module}{_tag(files)}")
+    if made is None:
         # In the run's folder Python would also find bytecode, libraries and links without a digest.
         copy = Path(tempfile.mkdtemp(prefix="jaxgpt-code-")).resolve()
         atexit.register(shutil.rmtree, copy, ignore_errors=True)
-        code.write(copy)
-        found = _run(Code(copy, code.files), module, copy / file)
+        _write(files, copy)
+        made = _run(files, copy / file, module)
     for part in qualified.split("."):
-        found = getattr(found, part, None)
-    if not (isinstance(found, type) and issubclass(found, base)):
+        made = getattr(made, part, None)
+    if not (isinstance(made, type) and issubclass(made, base)):
         raise CodeError(f"{said}: {place / file} has no subclass of {base.__name__} of that name")
-    return found
+    return made
 
 
 def _subclasses(base: type) -> Iterator[type]:
@@ -356,41 +317,38 @@ def _subclasses(base: type) -> Iterator[type]:
 
 def _is_made_of(cls: type, digests: dict[str, str] | None) -> bool:
     """Return whether the files of a class have these digests. None means that it is in no file."""
-    code = code_of(cls)
-    if code is None or digests is None:
-        return code is None and digests is None
-    return code.digests.items() <= digests.items()
+    files = code_of(cls)
+    if files is None or digests is None:
+        return files is None and digests is None
+    return digests_of(files).items() <= digests.items()
 
 
 def check_same_code(experiment: Experiment, directory: Path, digests: dict[str, str] | None) -> None:
     """Raise `UserError` unless an experiment's classes are made of the code of a run.
 
-    Comments, docstrings, `experiment`, `variants` and `callbacks` may differ.
+    Comments, docstrings and VALUES may differ.
     """
-    code = own_code(experiment)
-    if code is None or digests is None:
-        return
-    kept = read_code(directory).files
-    for name, digest in code.digests.items():
-        before = digests.get(name, "absent")
-        if before != digest and _program(kept.get(name, b"")) != _program(code.files[name]):
+    files, kept = own_code(experiment), read_code(directory)
+    for name, digest in digests_of(files).items():
+        before = digest if digests is None else digests.get(name, "absent")
+        if before != digest and _program(kept.get(name, b"")) != _program(files[name]):
+            changed = f"(SHA-256 {before[:12]} -> {digest[:12]})"
             raise UserError(
-                f"{name} has changed since {directory} was trained with it "
-                f"(SHA-256 {before[:12]} -> {digest[:12]}): restore it, name another --run-dir, start over "
-                "with --fresh, or continue with the run's own copy by --trust-code (trust_code=True)"
+                f"{name} has changed since {directory} was trained with it {changed}: "
+                "restore it, name another --run-dir, start over with --fresh, or continue with "
+                "the run's own copy by --trust-code (trust_code=True)"
             )
 
 
 def _program(raw: bytes) -> str:
-    """Return what a file defines, without comments, docstrings and experiments."""
+    """Return what a file defines, without comments, docstrings and VALUES."""
     tree = ast.parse(raw)
-    values = {"experiment", "variants", "callbacks"}
     assigned = [x for x in tree.body if isinstance(x, ast.Assign)]
-    experiments = [x for x in assigned if {ast.unparse(target) for target in x.targets} <= values]
-    tree.body = [x for x in tree.body if x not in experiments]
+    values = [x for x in assigned if {ast.unparse(target) for target in x.targets} <= VALUES]
+    tree.body = [x for x in tree.body if x not in values]
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            texts = [x for x in body if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)]
-            body[:] = [x for x in body if x not in texts]
+            docs = [x for x in body if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)]
+            body[:] = [x for x in body if x not in docs]
     return ast.dump(tree)

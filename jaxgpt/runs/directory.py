@@ -25,7 +25,7 @@ from jaxgpt.errors import UserError, reason_of, shell_line
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import is_there, json_sha256, read_json, write_whole
 from jaxgpt.model import GPTConfig
-from jaxgpt.runs.code import CodeError, find_class, keep_code, own_code
+from jaxgpt.runs.code import CodeError, digests_of, find_class, keep_code, own_code
 
 if TYPE_CHECKING:  # 0.1 s to import
     import filelock
@@ -223,9 +223,9 @@ def write_metadata(
         "device": first_device().device_kind,
         "command": shell_line(*words) if name else None,
     }
-    if (code := own_code(experiment)) is not None:
+    if code := own_code(experiment):
         keep_code(directory, code)
-        record["code"] = code.digests
+        record["code"] = digests_of(code)
     write_whole(directory / "tokenizer.json", tokenizer.to_json())
     if tokenizer_config is not None:
         write_template(directory, tokenizer_config)

@@ -137,7 +137,7 @@ def test_a_received_run_is_not_run_unless_it_is_trusted(trained, stranger, monke
     place.write_text(f"__import__('pathlib').Path({str(mark)!r}).touch()\n" + place.read_text())
     with pytest.raises(UserError, match=r"not the code that the run was trained with: restore power.py"):
         jaxgpt.load(received, trust_code=True)
-    edit_record(received, lambda record: record.update(code=code.read_code(received).digests))
+    edit_record(received, lambda record: record.update(code=code.digests_of(code.read_code(received))))
     with pytest.raises(UserError, match="trust_code=True"):
         jaxgpt.load(received)
     assert not mark.exists()
@@ -160,7 +160,7 @@ def test_links_and_other_files_are_no_code(trained, cache, tmp_path):
     shutil.copytree(trained[1], directory)
     (directory / "code/link.py").symlink_to(trained[0])
     (directory / "code/notes.txt").write_text("x")
-    assert code.read_code(directory).digests == code.read_code(trained[1]).digests
+    assert code.read_code(directory) == code.read_code(trained[1])
     (tmp_path / "__init__.py").write_text("def up(x):\n    return x + 9\n")
     (directory / "code/power").symlink_to(tmp_path)  # which Python would prefer to power.py
     with pytest.MonkeyPatch.context() as patch:
@@ -208,6 +208,16 @@ def test_comments_and_the_experiment_of_a_file_may_change(trained, text, cache, 
     other.write_text('"""Another docstring."""\n' + other.read_text().replace("steps=2,", "steps=3,") + "# a comment\n")
     (other.parent / "power.py").write_text('def up(x):\n    """Say more."""\n    return x  # nothing\n')
     assert jaxgpt.fit(load_experiment(str(other)), directory, progress=False, extend=True).step == 3
+
+
+@pytest.mark.parametrize("line", ["from .layer import Scaled", "from layers.scaled import Scaled"])
+def test_packages_are_refused_in_a_line(text, tmp_path, line):
+    (tmp_path / "layers").mkdir()
+    (tmp_path / "layers/__init__.py").touch()
+    file = write(tmp_path, text)
+    file.write_text(file.read_text().replace("from layer import Scaled", line))
+    with pytest.raises(UserError, match="imports from a package.*put the file that it needs beside the experiment"):
+        load_experiment(str(file))
 
 
 @pytest.mark.slow
