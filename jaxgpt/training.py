@@ -42,9 +42,7 @@ from jaxgpt.runs.code import check_same_code, is_trusting, name_with_place, own_
 from jaxgpt.runs.directory import (
     RUNS,
     RunMetadata,
-    clear_beginning,
     extend_metadata,
-    has_steps,
     is_resumable,
     is_run,
     lock_run,
@@ -312,13 +310,10 @@ class Training:
     def shard_batch(self, step: int, state: TrainState, batch: Batch) -> tuple[Batch, Metrics]:
         """Return a step's batch as the compiled step takes it, and its rollout's metrics, if any.
 
-        state: the state before the step. Raises `UserError` for a rollout unlike `shape_batch`.
+        state: the state before the step.
         """
         batch, metrics = self._roll_out(step, state, batch)
-        batch = self.trainer.strategy.shard_batch(batch)
-        if self.dataset.roll_out is not None:
-            checks.check_batch(batch, self.trainer.abstract_batch, self.dataset.roll_out, self.experiment.data)
-        return batch, metrics
+        return self.trainer.strategy.shard_batch(batch), metrics
 
     def _roll_out(self, step: int, state: TrainState, batch: Batch) -> tuple[Batch, Metrics]:
         if self.dataset.roll_out is None:
@@ -440,7 +435,6 @@ def open_training(
     resolved = dataclasses.replace(resolved, model=resolve_vocab(resolved.model, dataset.tokenizer))
     with checks.watch_own_modules(resolved):
         trainer = make_trainer(resolved, recorded=None if recorded is None else recorded.given)
-        checks.check_step(resolved, trainer)
     width = resolved.model.block_size * resolved.model.n_embd
     activation = trainer.split.micro_batch_size * width * 2  # bytes of a single one
     check_memory(trainer.abstract_state, activation, trainer.strategy.devices)
@@ -454,8 +448,6 @@ def open_training(
         checkpoints=checkpoints,
     )
     if recorded is None:
-        if any(own_classes(resolved.data)):
-            checks.check_rows(resolved, dataset, training.validation_batch_size)
         check_first_step(training)
         if resolved.model.is_foreign:
             checks.check_model(resolved, training.whole_batch(1))
@@ -479,14 +471,6 @@ def check_first_step(training: Training) -> None:
     skipped = why_skipped(metrics)
     if skipped is not None:
         how = f"at the first step the {skipped}"
-        before = training.restore_or_init(0)
-        params, batch = gather_params(trainer, before), training.whole_batch(1, before)
-        if params is not None:
-            from jaxgpt.runs.autopsy import debug_step
-
-            found = debug_step(trainer, params, batch, training.dropout_key, 1)
-            to_blame = found.culprit or to_blame
-            how = how if found.first is None else f"{how}, first in {found.first}"
     elif not np.isfinite(nats):
         how = f"the validation loss of the first batch is {nats}"
     elif not all(jnp.isfinite(x).all() for x in jax.tree.leaves(state.params)):
@@ -505,9 +489,8 @@ def open_directory(
     directory = training.directory
     stack.enter_context(lock_run(directory, fresh))
     if recorded is None:
-        if is_run(directory) and has_steps(directory):
+        if is_run(directory):
             raise UserError(f"another process has just started {directory}: to resume it, run this again")
-        clear_beginning(directory)
         dataset, weights, model = training.dataset, None, training.experiment.model
         if training.weights is not None:
             from jaxgpt.hf.source import keep_companions

@@ -17,15 +17,11 @@ import optax
 from flax import linen as nn
 
 from jaxgpt.batch import Batch
-from jaxgpt.data.dataset import DataConfig
-from jaxgpt.data.pipeline import Dataset, RowReader
 from jaxgpt.errors import UserError, first_line
 from jaxgpt.experiment import Experiment
-from jaxgpt.lora import with_adapters
 from jaxgpt.loss import ObjectiveConfig
 from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.limits import count_parameters
-from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.code import find_place, name_with_place, own_classes, place_of
 
 LOG = logging.getLogger(__name__)
@@ -95,85 +91,6 @@ def watch_own_modules(experiment: Experiment) -> Iterator[None]:
 
 def _is_ours(module: Any) -> bool:
     return type(module).__module__.startswith("jaxgpt.")
-
-
-def check_batch(batch: Batch, needed: Batch, method: Any, data: DataConfig) -> None:
-    """Raise `UserError` unless a batch that a method has made is as `shape_batch` says."""
-    if (got := _describe(batch)) != (expected := _describe(needed)):
-        said = f"makes {got}, but {type(data).__name__}.shape_batch says {expected}"
-        raise UserError(f"{name_with_place(method)} {said}: change one of them")
-
-
-def _describe(batch: Batch) -> str:
-    """Return the names, types and shapes of a batch's arrays."""
-    leaves = jax.tree.leaves_with_path(batch)
-    named = [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves]
-    return ", ".join(f"{name} {jax.dtypes.canonicalize_dtype(x.dtype)}{list(x.shape)}" for name, x in named)
-
-
-def check_rows(experiment: Experiment, dataset: Dataset, batch_size: int) -> None:
-    """Raise `UserError` for rows of a user's own data that are not as `Split` says.
-
-    The first row of each split is read, and the last one of a validation in batches of `batch_size`
-    rows. A rollout makes its batches of other arrays, which `check_batch` compares at each step.
-    """
-    if dataset.roll_out is not None:
-        return
-    data, train, T = experiment.data, experiment.train, experiment.model.block_size
-    needed = data.shape_batch(jax.ShapeDtypeStruct((1, T), jnp.int32))
-    with blame_own_classes(data):
-        training, validation = dataset.train.training_rows, dataset.val.validation_rows
-    with blame_own_classes(data, training):
-        _read_row(training(block_size=T, seed=train.seed), 0, training, needed, experiment)
-    with blame_own_classes(data, validation):
-        count, read = validation(block_size=T, stride=T, max_tokens=train.eval_tokens, prefix_length=0)
-        said = f"{name_with_place(validation)} has {count} rows"
-        if count < 1:
-            raise UserError(f"{said}: it needs one at least")
-        _read_row(read, 0, validation, needed, experiment)
-        if count % batch_size:
-            last = count + -count % batch_size - 1
-            mask_BT = _read_row(read, last, validation, needed, experiment).mask_BT
-            if mask_BT is None or mask_BT.any():
-                raise UserError(f"{said}: row {last} is padding behind them, and needs a mask of False")
-
-
-def _read_row(read: RowReader, number: int, method: Any, needed: Batch, experiment: Experiment) -> Batch:
-    """Read a row, as a batch of one, and check it. That of a validation may have a mask."""
-    row = Batch(*jax.tree.map(lambda x: np.asarray(x)[None], tuple(read(number))))
-    if needed.mask_BT is None and method.__name__ == "validation_rows" and row.mask_BT is not None:
-        needed = needed._replace(mask_BT=jax.ShapeDtypeStruct(row.inputs_BT.shape, bool))
-    check_batch(row, needed, method, experiment.data)
-    vocab_size = experiment.model.vocab_size or 0
-    targets_BT = row.targets_BT if row.mask_BT is None else row.targets_BT[row.mask_BT]
-    ids = np.concatenate([row.inputs_BT.ravel(), targets_BT.ravel()])
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        said = f"{name_with_place(method)}: row {number} has tokens from {ids.min()} to {ids.max()}"
-        raise UserError(f"{said}: they must be from 0 to {vocab_size - 1}, as the vocabulary has")
-    return row
-
-
-def check_step(experiment: Experiment, trainer: Trainer) -> None:
-    """Trace a step and a validation of own classes. Raise `UserError` for what does not fit."""
-    if not any(own_classes(experiment)):
-        return
-    state, batch, key = trainer.abstract_state, trainer.abstract_batch, jax.eval_shape(jax.random.key, 0)
-    loss = experiment.objective.make_loss(experiment.model.make_model())
-    params = jax.eval_shape(trainer.merge, state.params, state.frozen_params)
-    for each in (key, None):
-        found = jax.eval_shape(with_adapters(loss), params, batch, each)
-        kinds = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape) or ''}", found)
-        is_triple = isinstance(found, tuple) and len(found) == 3 and isinstance(found[2], dict)
-        if not is_triple or any(x.shape for x in jax.tree.leaves(found)):
-            place = place_of(loss) or place_of(type(experiment.objective))
-            said = f"the loss of {type(experiment.objective).__name__} returns {kinds}"
-            needs = "(the sum in nats, the number of targets, {metric: its sum}), where each must be a scalar"
-            raise UserError(f"{place}{said}: it needs {needs}")
-    _, metrics = jax.eval_shape(trainer.train_step, state, batch, key)
-    for name, x in metrics.items():
-        if x.shape:
-            raise UserError(f"the metric {name!r} has the shape {list(x.shape)}: it must be a scalar")
-    jax.eval_shape(trainer.eval_step, jax.eval_shape(trainer.merged_params, state), batch)
 
 
 def check_model(experiment: Experiment, batch: Batch) -> None:

@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import socket
 import sys
 from pathlib import Path
@@ -36,10 +35,6 @@ RUNS = Path("runs")
 LOCK = ".lock"
 PATIENCE = 0.2  # seconds: `is_training` holds the lock for an instant
 FORMAT = 2  # of experiment.json and the run directory, raised when an older reader would misread it
-# Names of files in the directory of a run that was killed before it wrote experiment.json.
-BEGINNINGS = re.compile(
-    r"\.lock|(tokenizer|tokenizer_config|special_tokens_map|experiment)\.json(\..*)?|chat_template\.jinja|hf|code"
-)
 # The addresses of other processes do not belong to a record: one process may resume the run.
 ALONE: dict[str, Any] = {"coordinator": None, "processes": None, "process_id": None}
 LARGEST_METADATA = 2**24  # longest experiment.json to read, in bytes: about 100,000 token files
@@ -53,30 +48,17 @@ def is_run(directory: Path) -> bool:
 
 
 def is_resumable(directory: Path, fresh: bool) -> bool:
-    """Return whether to resume the run in a directory. A run that has taken no step is begun anew instead.
+    """Return whether to resume the run in a directory. Raises `UserError` for one with something else in it.
 
-    Raises `UserError` for a directory with something else in it.
+    What has a lock and no experiment.json was killed as it began, and is written anew.
     """
     if is_run(directory):
-        return not fresh and has_steps(directory)
-    if is_there(directory, "Name another directory with --run-dir.") and not (
-        directory.is_dir() and all(BEGINNINGS.fullmatch(path.name) for path in directory.iterdir())
-    ):
+        return not fresh
+    is_empty = not is_there(directory, "Name another directory with --run-dir.")
+    is_empty = is_empty or (directory.is_dir() and not any(directory.iterdir()))
+    if not (is_empty or (directory / LOCK).exists()):
         raise UserError(f"{directory} exists and is not a run directory: name another with --run-dir")
     return False
-
-
-def has_steps(directory: Path) -> bool:
-    """Return whether a run has logged or saved a step."""
-    metrics, checkpoints = directory / "metrics.jsonl", directory / "checkpoints"
-    return (metrics.is_file() and metrics.stat().st_size > 0) or any(checkpoints.glob("*"))
-
-
-def clear_beginning(directory: Path) -> None:
-    """Remove what a run wrote before its first step, but for the lock."""
-    for path in directory.iterdir():
-        if path.name != LOCK and BEGINNINGS.fullmatch(path.name):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def find_run(run: str | Path | None) -> Path:

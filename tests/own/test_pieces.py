@@ -18,7 +18,6 @@ from jaxgpt.cli.experiment_file import load_file, load_variants
 from jaxgpt.config.words import replace_fields
 from jaxgpt.errors import UserError
 from jaxgpt.lora import LoraConfig
-from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.tools.convert import export_gguf, export_hf
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
@@ -270,7 +269,7 @@ MISTAKES = {
     "@config\nclass Mine(GPTConfig):\n    def make_mlp(self, layer, compute):\n        return Narrow()\n"
     "experiment = of(model=Mine(**small))": r"mine.py:12: Narrow \(in h_0/mlp\) returns \[1, 1, 4\] for \[1, 1, 8\]: it must",
     "@config\nclass Mine(ObjectiveConfig):\n    def make_loss(self, model, **more):\n        return lambda params, batch, key: 1.0\n"
-    "experiment = of(model=GPTConfig(**small), objective=Mine())": r"mine.py:14: the loss of Mine returns float32: it needs",
+    "experiment = of(model=GPTConfig(**small), objective=Mine())": r"mine.py:\d+: Mine: TypeError",
     "@config\nclass Mine(OptimConfig):\n    def make_optimizer(self, steps, *, model):\n        return optax.sgd('fast')\n"
     "experiment = of(model=GPTConfig(**small), optim=Mine())": r"mine.py:13: Mine: TypeError",
     "@config\nclass Mine(DataConfig):\n    def open_dataset(self, model, *, known=None):\n        return 3\n"
@@ -287,45 +286,6 @@ def test_a_mistake_is_one_line_and_nothing_is_written(source, tmp_path, monkeypa
         experiment, _ = load_file("mine.py")
         fit(experiment, "run", progress=False)
     assert re.search(MISTAKES[source], str(found.value)) and "\n" not in str(found.value), found.value
-    assert not (tmp_path / "run").exists()
-
-
-ROWS = """
-import numpy as np
-from jaxgpt.data.pipeline import Dataset
-from jaxgpt.data.tokenizer import ByteTokenizer, fingerprint
-ids, mask = np.arange(8, dtype=np.int32), np.ones(8, bool)
-class Rows:
-    def __len__(self):
-        return 99
-    def training_rows(self, *, block_size, seed):
-        return lambda n: ({train})
-    def validation_rows(self, **more):
-        return {val}
-@config
-class Mine(DataConfig):
-    def open_dataset(self, model, *, known=None):
-        made_of = dict(tokenizer_sha256=fingerprint(ByteTokenizer()))
-        return Dataset(train=Rows(), val=Rows(), tokenizer=ByteTokenizer(), fingerprint=made_of)
-experiment = Experiment(name="x", model=GPTConfig(**small), data=Mine(), train=TrainConfig(steps=1, batch_size=2))
-"""
-WRONG_ROWS = {
-    ("ids, ids, mask", "2, lambda n: (ids, ids)"): r":19: Rows.training_rows makes .* mask_BT bool\[1, 8\], but Mine.shape_batch",
-    ("ids, ids + 300", "2, lambda n: (ids, ids)"): "Rows.training_rows: row 0 has tokens from 0 to 307: they must be from 0 to 255",
-    ("[][n]", "2, lambda n: (ids, ids)"): r":20: Rows.training_rows: IndexError",
-    ("ids, ids", "(32, 5)"): ":21: Rows.validation_rows: TypeError: 'int' object is not callable",
-    ("ids, ids", "0, lambda n: (ids, ids)"): "Rows.validation_rows has 0 rows: it needs one",
-    ("ids, ids", "3, lambda n: [(ids, ids)][n % 2]"): r":22: Rows.validation_rows: IndexError",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("train", "val"), WRONG_ROWS, ids=WRONG_ROWS.values())
-def test_a_wrong_row_names_the_method_and_nothing_is_written(train, val, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(HEAD + ROWS.format(train=train, val=val))
-    with pytest.raises(UserError, match=WRONG_ROWS[train, val]) as found:
-        fit(load_file("mine.py")[0], "run", progress=False)
-    assert "\n" not in str(found.value) and str(found.value).startswith("mine.py:")
     assert not (tmp_path / "run").exists()
 
 
@@ -362,10 +322,9 @@ class Optim(OptimConfig):
         return optax.scale(float("nan"))
 """
 NOT_FINITE = {
-    **{f"model=Model(fault='log', at='{at}', **small)": r"mine.py:\d+: M gives NaN .*, first in h_0.* \(M\)" for at in ("mlp", "norm")},
-    "model=Model(fault='slope', **small)": "M gives NaN or infinity: .*, first in the backward pass",
-    "model=Model(at='activation', **small)": r"mine.py:\d+: Model gives NaN .*, first in h_0/mlp \(MLP\)",
-    "model=GPTConfig(**small), objective=Loss()": r"mine.py:\d+: Loss gives NaN .*, first in the loss, of finite logits",
+    "model=Model(fault='log', **small)": r"mine.py:\d+: Model gives NaN or infinity: at the first step",
+    "model=Model(fault='slope', **small)": "Model gives NaN or infinity: at the first step",
+    "model=GPTConfig(**small), objective=Loss()": r"mine.py:\d+: Loss gives NaN or infinity: at the first step",
     "model=GPTConfig(**small), objective=Loss(in_training=False)": "Loss gives NaN or infinity: the validation loss of the first",
     "model=GPTConfig(**small), optim=Optim()": r"mine.py:\d+: Optim gives NaN or infinity: its first update",
 }  # fmt: skip
@@ -386,28 +345,3 @@ def test_a_piece_that_gives_nan_is_named_and_nothing_is_written(parts, tmp_path,
     with pytest.raises(UserError, match=NOT_FINITE[parts]):
         fit(load_file("mine.py")[0], "run", progress=False)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_run_that_took_no_step_is_begun_anew_and_another_is_not(tmp_path, monkeypatch):
-    """Whatever has changed since it was begun. With a step the message says how to start over."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("hello there, world. " * 30)
-
-    def load(value):
-        source = f"@config\nclass Mine(ObjectiveConfig):\n    x: int = {value}\nexperiment = of(model=GPTConfig(**small), objective=Mine())"
-        (tmp_path / f"mine{value}.py").write_text(HEAD + source)
-        return load_file(f"mine{value}.py")[0]
-
-    def lower(self):
-        raise MemoryError("of the compiler")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "lower", lower)
-        with pytest.raises(MemoryError, match="of the compiler"):
-            fit(load(1), "run", progress=False)
-    assert (tmp_path / "run" / "experiment.json").exists()
-    assert fit(load(2), "run", progress=False).step == 1
-    assert [path.name for path in (tmp_path / "run" / "code").iterdir()] == ["mine2.py"]
-    (tmp_path / "mine2.py").write_text((tmp_path / "mine2.py").read_text().replace("x: int", "y: int"))
-    with pytest.raises(UserError, match="mine2.py has changed since run was trained .* start over with --fresh"):
-        fit(load_file("mine2.py")[0], "run", progress=False)

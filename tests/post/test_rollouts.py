@@ -269,10 +269,6 @@ def test_rejection_sampling_learns_from_good_completions_only(experiment, tmp_pa
             assert text.endswith("\n") and sft.data.reward(tokenizer.decode(inputs[:7]), text[:-1]) >= 0.25
         np.testing.assert_array_equal(inputs[:7], prompt[:7])
 
-    bare = dataclasses.replace(training.dataset, roll_out=lambda *_: (batch._replace(mask_BT=None), {}))
-    with pytest.raises(UserError, match=r"the rollout of step 1 is .*Rollouts.shape_batch says"):
-        dataclasses.replace(training, dataset=bare).shard_batch(1, state, alone)
-
 
 @pytest.mark.slow
 def test_adapters_and_a_reference_take_part(experiment, trained, tmp_path):
