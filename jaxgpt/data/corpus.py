@@ -191,19 +191,13 @@ def fetch(url: str) -> Path:
     return find_copy(url)
 
 
-def read_text(files: list[Path]) -> Iterator[str | None]:
-    """Yield the text of files in pieces of bounded size, with None between two files.
-
-    Raises `UserError`, with the file and the offset of the byte, for a text that is not UTF-8.
-    """
-    for number, path in enumerate(files):
-        if number:
-            yield None
-        try:
-            with open_file(path) as f:
-                yield from decode_text(f, path)
-        except OSError as e:
-            raise UserError(f"cannot read {path}: {reason_of(e)}") from None
+def read_text(path: Path) -> Iterator[str]:
+    """Yield the text of a file in pieces of bounded size. Raises `UserError` if it is not UTF-8."""
+    try:
+        with open_file(path) as f:
+            yield from decode_text(f, path)
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {reason_of(e)}") from None
 
 
 def decode_text(f: BinaryIO, name: str | Path) -> Iterator[str]:

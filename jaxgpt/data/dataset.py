@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
@@ -12,7 +11,6 @@ import logging
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,7 +41,6 @@ from jaxgpt.model import GPTConfig
 
 LOG = logging.getLogger(__name__)
 REPORTED = 2**25  # bytes. Reading a text of at least this size is reported
-REPORT_EVERY = 5.0  # seconds between lines that tell how much of a text is read
 TEXT_FORMAT = 3  # version of cached texts. It is increased when the same text gives other tokens
 DOCUMENT_FORMAT = 2  # version of cached conversations, likewise
 SHARD_TOKENS = 2**24  # the most in a shard of the cache, of which one per array is in memory while it is written
@@ -79,6 +76,11 @@ class DataConfig(Checked):
         return None if self.tokenizer in ("char", "byte", "bpe", "ids") else self.tokenizer
 
     @property
+    def template_directory(self) -> Path | None:
+        """The directory that may hold the tokenizer's own chat template."""
+        return None if self.tokenizer_file is None else Path(self.tokenizer_file).parent
+
+    @property
     def is_chat(self) -> bool:
         """Return whether each line is a conversation, a JSON object with a list of "messages"."""
         return (self.path or self.corpus).endswith(".jsonl")
@@ -94,9 +96,9 @@ class DataConfig(Checked):
         The split is by position: the last `val_fraction` of the characters of each file is held out. If .bin files have
         none for validation, a fraction of their tokens is held out. Conversations are split by their number.
 
-        known: the fingerprint that a run to resume has recorded, to split as it was split: earlier versions held out the
-        last part of a folder. Unless `path` names an existing file, cached tokens with this fingerprint are used instead
-        of the text, and nothing is downloaded. Raises `UserError` without text, or for a split below one window.
+        known: the fingerprint that a run to resume has recorded. Unless `path` names an existing file, cached tokens with
+        this fingerprint are used instead of the text, and nothing is downloaded. Raises `UserError` without text, or for a
+        split below one window.
         """
         return open_data(self, block_size=model.block_size, vocab_size=model.vocab_size, known=known)
 
@@ -109,31 +111,46 @@ class DataConfig(Checked):
 
 
 def open_data(
-    config: DataConfig, *, block_size: int, vocab_size: int | None = None, known: dict[str, Any] | None = None
+    config: DataConfig,
+    *,
+    block_size: int,
+    vocab_size: int | None = None,
+    known: dict[str, Any] | None = None,
 ) -> Dataset:
-    """Do as `DataConfig.open_dataset`, for windows of `block_size`. vocab_size: the model's, which tokenizer "ids" needs."""
+    """Do as `DataConfig.open_dataset`, for windows of `block_size`.
+
+    vocab_size: the model's, which tokenizer "ids" needs.
+    """
     if sources := read_mixture(config.path):
-        return _open_mixture(config, sources, known, block_size=block_size, vocab_size=vocab_size)
+        model = {"block_size": block_size, "vocab_size": vocab_size}
+        return _open_mixture(config, sources, known, **model)
     if config.path is not None and "://" in config.path:
-        config = dataclasses.replace(config, path=str(fetch(config.path) if known is None else find_copy(config.path)))
-    is_here = config.path is not None and is_there(Path(config.path), "Name another text with --data.path.")
+        local = fetch(config.path) if known is None else find_copy(config.path)
+        config = dataclasses.replace(config, path=str(local))
+    remedy = "Name another text with --data.path."
+    is_here = config.path is not None and is_there(Path(config.path), remedy)
     entry = None if known is None or is_here else _find_entry(known, config.is_packed)
-    if entry is not None:
-        _check_share(entry, config.val_fraction)
     if config.is_packed:
-        return _open_conversations(config, entry, block_size)
+        return _open_conversations(config, entry or _encode_conversations(config), block_size)
     if entry is None and (shards := find_shards(config.path)):
-        dataset = open_shards(config.path or "", shards, config.tokenizer, config.val_fraction, vocab_size)
+        path, name = config.path or "", config.tokenizer
+        dataset = open_shards(path, shards, name, config.val_fraction, vocab_size)
     else:
-        arrays, tokenizer, made_of, about = entry or _open_text(config, known)
-        held: dict[str, Any] = {name: about.get(name) for name in ("val_characters", "val_bytes")}
-        dataset = Dataset(train=arrays["train"], val=arrays["val"], tokenizer=tokenizer, fingerprint=made_of, **held)
+        arrays, tokenizer, made_of, about = entry or _open_text(config)
+        dataset = Dataset(
+            train=arrays["train"],
+            val=arrays["val"],
+            tokenizer=tokenizer,
+            fingerprint=made_of,
+            val_characters=about.get("val_characters"),
+            val_bytes=about.get("val_bytes"),
+        )
     for name, tokens in (("training", dataset.train), ("validation", dataset.val)):
         if len(tokens) <= block_size:
             raise UserError(
-                f"the {name} split of {config.path or config.corpus} has {len(tokens)} tokens, needed {block_size + 1} for "
-                f"one window of block_size={block_size}: give more text, a smaller --model.block-size, or another "
-                "--data.val-fraction"
+                f"the {name} split of {config.path or config.corpus} has {len(tokens)} tokens, "
+                f"needed {block_size + 1} for one window of block_size={block_size}: give more "
+                "text, a smaller --model.block-size, or another --data.val-fraction"
             )
     return dataset
 
@@ -151,13 +168,13 @@ def resolve_vocab(model: GPTConfig, tokenizer: Tokenizer) -> GPTConfig:
 
 
 def encode_whole(files: list[Path], tokenizer: Tokenizer) -> tuple[np.ndarray, str]:
-    """Return (ids, text) of files to evaluate, both in memory, with files separated as for training."""
-    documents = ["".join(piece for piece in read_text([file]) if piece) for file in files]
+    """Return (ids, text) of files to evaluate, both in memory, separated as for training."""
+    documents = ["".join(read_text(file)) for file in files]
     text, end = "\n".join(documents), tokenizer.end_of_text
     if end is None:
         return tokenizer.encode(text), text
-    ids = [part for document in documents for part in (tokenizer.encode(document), np.array([end], np.int32))]
-    return np.concatenate(ids[:-1]), text
+    ids = [np.append(tokenizer.encode(document), np.int32(end)) for document in documents]
+    return np.concatenate(ids)[:-1], text
 
 
 def _open_mixture(config: DataConfig, sources: dict[str, float], known: dict[str, Any] | None, **model: Any) -> Dataset:
@@ -193,96 +210,76 @@ def _open_mixture(config: DataConfig, sources: dict[str, float], known: dict[str
     )
 
 
-def _open_text(config: DataConfig, known: dict[str, Any] | None) -> Entry:
-    """Return the tokens of a text, split and encoded as an earlier one with the fingerprint `known`."""
+def _open_text(config: DataConfig) -> Entry:
+    """Return the tokens of a text, split and encoded, from the cache if they are there."""
     name, source = config.tokenizer, config.path or config.corpus
     files = find_user_files(config.path) if config.path else find_corpus_files(config.corpus)
     tokenizer = open_tokenizer(name, "a text needs")
-    digest, lengths, alphabet = hashlib.sha256(), [0], set[str]()
-    for piece in _read_pieces("reading", source, files, digest):
-        if piece is None:
-            lengths.append(0)
-        else:
-            lengths[-1] += len(piece)
+    size = sum(file.stat().st_size for file in files)
+    if size >= REPORTED:
+        LOG.warning("reading %s: %s", source, f"{size / 1e6:,.0f} MB")  # so that it is shown
+    digest, lengths, alphabet = hashlib.sha256(), [0] * len(files), set[str]()
+    for number, piece in _read_pieces(files, digest):
+        lengths[number] += len(piece)
         if name == "char":
-            alphabet.update("\n" if piece is None else piece)
-    characters = sum(lengths) + len(lengths) - 1
-    if not characters:
+            alphabet.update(piece)
+    if not sum(lengths):
         raise UserError(f"{source} is empty: there is nothing to learn from")
     if name == "char":
-        tokenizer = CharTokenizer(alphabet)
-    # For each file: how many characters are for training, and the splits that get the end of the document.
-    share = 1.0 - config.val_fraction
-    by_file = len(lengths) > 1 and (known is None or "split" in known)
-    cuts: list[tuple[int, tuple[str, ...]]]
-    if by_file:
-        cuts = [(int(length * share), SPLITS) for length in lengths]
-    else:
-        starts = itertools.accumulate((length + 1 for length in lengths), initial=0)
-        left = [int(characters * share) - start for start in starts]
-        cuts = [(max(n, 0), SPLITS[:1] if n > size else SPLITS[1:]) for n, size in zip(left, lengths, strict=False)]
+        tokenizer = CharTokenizer(alphabet | {"\n"} if len(files) > 1 else alphabet)
+    cuts = [int(length * (1.0 - config.val_fraction)) for length in lengths]
     spec: dict[str, Any] = {
         "format": TEXT_FORMAT,
         "text": digest.hexdigest(),
-        "train_characters": [cut for cut, _ in cuts] if by_file else int(characters * share),
+        "train_characters": cuts if len(files) > 1 else cuts[0],
         "tokenizer": name if config.tokenizer_file is None or tokenizer is None else fingerprint(tokenizer),
     }
     if name == "bpe":
         spec["bpe_vocab_size"] = config.bpe_vocab_size
-    split = functools.partial(_split_text, source=source, files=files, cuts=cuts, text=spec["text"])
-
-    # Earlier versions encoded pieces of a text by themselves, which gave some tokenizers other tokens.
-    entry = None if known is None else _read_entry(_entry(spec | {"format": TEXT_FORMAT - 1}))
-    if entry is None or known is None or not entry[2].items() <= known.items():
-        entry = _read_entry(_entry(spec))
+    entry = read_entry(_entry(spec))
     if entry is None:
         if tokenizer is None:
-            texts = (piece for name, piece in split("learning the tokens of") if name == "train" and piece)
+            pieces = _split_text(source, files, cuts, spec["text"])
+            texts = (piece for name, piece in pieces if name == "train" and piece)
             tokenizer = train_bpe(texts, config.bpe_vocab_size)
-        about = {"val_bytes": 0, "val_characters": 0, "characters": characters, "files": len(lengths)}
-        entry = write_entry(spec, tokenizer, _encode_text(split("encoding"), tokenizer, about), about)
+        about = {"val_bytes": 0, "val_characters": 0}
+        pieces = _split_text(source, files, cuts, spec["text"])
+        entry = write_entry(spec, tokenizer, _encode_text(pieces, tokenizer, about), about)
     arrays, tokenizer, made_of, about = entry
-    return arrays, tokenizer, made_of | ({"split": "by file"} if by_file else {}), about
+    return arrays, tokenizer, made_of | ({"split": "by file"} if len(files) > 1 else {}), about
 
 
-def _read_pieces(task: str, source: str, files: list[Path], digest: Any) -> Iterator[str | None]:
-    """Yield a text in pieces, some empty, with None between two files. Report progress, and update the digest."""
-    size, done, reported, rest = sum(file.stat().st_size for file in files), 0, time.monotonic(), ""
-    if size >= REPORTED:
-        LOG.warning("%s %s: %s", task, source, f"{size / 1e6:,.0f} MB")  # a warning, so that it is shown
-    for piece in read_text(files):
-        raw = b"\xff" if piece is None else piece.encode()  # the end of a document: a byte that UTF-8 never has
-        digest.update(raw)
-        done += len(raw)
-        if piece is None:
-            yield rest
-            yield None
-            rest = ""
-        else:  # the end of a piece is at a newline where possible, lest it cut a word in two for BPE
+def _read_pieces(files: list[Path], digest: Any) -> Iterator[tuple[int, str]]:
+    """Yield (number of the file, piece of its text), and update the digest of all of it.
+
+    A piece ends at a newline where possible, lest BPE be trained on words that are cut in two.
+    """
+    for number, file in enumerate(files):
+        if number:
+            digest.update(b"\xff")  # a byte that UTF-8 never has
+        rest = ""
+        for piece in read_text(file):
+            digest.update(piece.encode())
             rest += piece
             end = rest.rfind("\n") + 1 or len(rest)
-            yield rest[:end]
+            yield number, rest[:end]
             rest = rest[end:]
-        if time.monotonic() - reported > REPORT_EVERY:
-            LOG.warning("%s %s: %s", task, source, f"{done / size:.0%}")
-            reported = time.monotonic()
-    yield rest
+        yield number, rest
 
 
-def _split_text(
-    task: str, source: str, files: list[Path], cuts: list[tuple[int, tuple[str, ...]]], text: str
-) -> Iterator[tuple[str, str | None]]:
-    """Yield ("train" or "val", piece), with None for the end of a document. text: the digest that the text must have."""
-    digest, of_documents = hashlib.sha256(), iter(cuts)
-    left, ends = next(of_documents)
-    for piece in _read_pieces(task, source, files, digest):
-        if piece is None:
-            yield from ((name, None) for name in ends)
-            left, ends = next(of_documents)
-        else:
-            parts = (("train", piece[:left]), ("val", piece[left:]))
-            yield from ((name, part) for name, part in parts if part)
-            left = max(left - len(piece), 0)
+def _split_text(source: str, files: list[Path], cuts: list[int], text: str) -> Iterator[tuple[str, str | None]]:
+    """Yield ("train" or "val", piece), with None for the end of a document.
+
+    cuts: how many characters of each file are for training. text: the digest that it must have.
+    """
+    digest, left, last = hashlib.sha256(), list(cuts), 0
+    for number, piece in _read_pieces(files, digest):
+        if number != last:
+            yield from ((name, None) for name in SPLITS)
+            last = number
+        parts = zip(SPLITS, (piece[: left[number]], piece[left[number] :]), strict=True)
+        yield from ((name, part) for name, part in parts if part)
+        left[number] = max(left[number] - len(piece), 0)
     if digest.hexdigest() != text:
         raise _change_error(source)
 
@@ -306,20 +303,16 @@ def _encode_text(
     yield {name: encoder.encode("", is_last=True).astype(dtype) for name, encoder in encoders.items()}
 
 
-def _open_conversations(config: DataConfig, entry: Entry | None, block_size: int) -> Dataset:
+def _open_conversations(config: DataConfig, entry: Entry, block_size: int) -> Dataset:
     """Return the dataset of a file of conversations, in which the model generates the tokens of the assistant."""
     from jaxgpt.data import template as chat  # with what writes chats, which no text needs
     from jaxgpt.data.conversations import Conversations
 
-    template_directory = None if config.tokenizer_file is None else Path(config.tokenizer_file).parent
-    if entry is None:
-        entry = _encode_conversations(config, template_directory)
     arrays, tokenizer, made_of, _ = entry
+    ends = (np.concatenate(arrays[f"{name}_ends"].shards) for name in SPLITS)
     train, val = (
-        Conversations(
-            arrays[name], arrays[f"{name}_answers"], np.concatenate(arrays[f"{name}_ends"].shards), block_size
-        )
-        for name in SPLITS
+        Conversations(arrays[name], arrays[f"{name}_answers"], ends_of, block_size)
+        for name, ends_of in zip(SPLITS, ends, strict=True)
     )
     most, longest = np.quantile(np.append(train.needed, val.needed), (0.9, 1.0), method="higher")
     for name, conversations in (("training", train), ("validation", val)):
@@ -331,13 +324,10 @@ def _open_conversations(config: DataConfig, entry: Entry | None, block_size: int
             )
     if tokenizer.prefix:
         made_of["prefix"] = list(tokenizer.prefix)
-    template = chat.find_template(tokenizer, template_directory)
+    template = chat.find_template(tokenizer, config.template_directory)
     made_of["template_sha256"] = chat.fingerprint(template)
     counts = f"{len(train.lengths):,} training and {len(val.lengths):,} validation conversations"
     notes = [f"{counts}, in rows of {block_size} tokens that are {train.filled:.1%} full"]
-    if template_directory is not None and isinstance(template, chat.Turns):
-        turn = f"{template.before.format(role='user', Role='User')}...{template.end}"
-        notes.append(f"the tokenizer has no chat template: a turn is written as {turn!r}")
     shortened, left_out = train.shortened + val.shortened, train.left_out + val.left_out
     if shortened or left_out:
         ends = f"of which {shortened:,} end after the last answer that fits, and {left_out:,}" if shortened else "which"
@@ -355,7 +345,7 @@ def _open_conversations(config: DataConfig, entry: Entry | None, block_size: int
     )
 
 
-def _encode_conversations(config: DataConfig, template_directory: Path | None) -> Entry:
+def _encode_conversations(config: DataConfig) -> Entry:
     """Return the cache entry of a file of conversations, which is encoded if there is none."""
     from jaxgpt.data import template as chat
     from jaxgpt.data.conversations import encode_all, read_messages
@@ -369,8 +359,8 @@ def _encode_conversations(config: DataConfig, template_directory: Path | None) -
     spec["tokenizer"] = name if tokenizer is None else fingerprint(tokenizer)
     spec |= {"bpe_vocab_size": config.bpe_vocab_size} if name == "bpe" else {}
     if tokenizer is not None:
-        spec["template"] = chat.fingerprint(chat.find_template(tokenizer, template_directory))
-    if (entry := _read_entry(_entry(spec))) is not None:
+        spec["template"] = chat.fingerprint(chat.find_template(tokenizer, config.template_directory))
+    if (entry := read_entry(_entry(spec))) is not None:
         return entry
 
     def read() -> Iterator[list[str]]:
@@ -389,7 +379,7 @@ def _encode_conversations(config: DataConfig, template_directory: Path | None) -
         tokenizer = CharTokenizer(alphabet | set(chat.list_plain_characters()))
     elif tokenizer is None:
         tokenizer = train_bpe(itertools.chain.from_iterable(itertools.islice(read(), train)), config.bpe_vocab_size)
-    encoded = encode_all(path, tokenizer, chat.find_template(tokenizer, template_directory))
+    encoded = encode_all(path, tokenizer, chat.find_template(tokenizer, config.template_directory))
 
     def split() -> Iterator[dict[str, np.ndarray]]:
         ends = dict.fromkeys(SPLITS, 0)
@@ -418,41 +408,15 @@ def _entry(spec: dict[str, Any]) -> Path:
 
 
 def _find_entry(known: dict[str, Any], is_packed: bool) -> Entry | None:
-    """Return the entry with a known fingerprint, whatever text it was made from.
-
-    Without one that is undamaged the result is None.
-    """
+    """Return the undamaged entry with a known fingerprint, if any, whatever it was made from."""
     for tokenizer in sorted((cache_directory() / "tokens").glob("*/tokenizer.json")):
         # It may be of an earlier version, damaged, or just being written.
         with contextlib.suppress(UserError, LookupError, TypeError):
             made_of = _read_record(tokenizer.parent)["fingerprint"]
-            if ("train_ends_sha256" in made_of) == is_packed and made_of.items() <= known.items():
-                try:
-                    return read_entry(tokenizer.parent)
-                except UserError as e:
-                    LOG.warning("%s", e)
+            is_it = ("train_ends_sha256" in made_of) == is_packed and made_of.items() <= known.items()
+            if is_it and (entry := read_entry(tokenizer.parent)) is not None:
+                return entry
     return None
-
-
-def _check_share(entry: Entry, share: float) -> None:
-    """Raise `UserError` if another share of an entry was held out. Texts of earlier versions do not say how much was."""
-    arrays, _, _, counts = entry
-    train, val = (len(arrays.get(f"{name}_ends", ())) for name in SPLITS)
-    off = counts.get("val_characters", 0) - share * counts.get("characters", 0)
-    if train != int((train + val) * (1.0 - share)) or abs(off) > 2 * counts.get("files", LARGEST_SIZE):
-        raise UserError(
-            f"data.val_fraction={share} is not how the cached tokens were split: who changed experiment.json?"
-        )
-
-
-def _read_entry(directory: Path) -> Entry | None:
-    """Return an entry, or None if it must be made. One that is damaged is deleted first."""
-    try:
-        return read_entry(directory) if directory.exists() else None
-    except UserError:
-        LOG.warning("the cached tokens in %s are damaged: encoding the text again", directory)
-        shutil.rmtree(directory, ignore_errors=True)  # if it stays, so does the message of `read_entry`
-        return None
 
 
 def _read_record(directory: Path) -> dict[str, Any]:
@@ -460,18 +424,21 @@ def _read_record(directory: Path) -> dict[str, Any]:
     return read_index(directory) or read_json(directory / "meta.json", 2**20)
 
 
-def read_entry(directory: Path) -> Entry:
-    """Return (arrays by name, tokenizer, fingerprint, counts) of an entry, after hashing it: 0.6 s per gigabyte.
+def read_entry(directory: Path) -> Entry | None:
+    """Return (arrays by name, tokenizer, fingerprint, counts) of an entry, after hashing it.
 
-    Raises `UserError` unless all of it is as it was written.
+    That takes 0.6 s per gigabyte. Without an entry, or if it is damaged, the result is None.
     """
+    if not directory.exists():
+        return None
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # and so `UserError`
         record, tokenizer = _read_record(directory), load_tokenizer(directory / "tokenizer.json")
-        arrays, made_of, about = _open_arrays(directory, record, tokenizer), record["fingerprint"], record["about"]
+        arrays, about = _open_arrays(directory, record, tokenizer), record["about"]
         is_counted = record.get("about_sha256") in (None, json_sha256(about))  # a meta.json has no digest of all
-        if is_counted and _describe(arrays, tokenizer) == made_of:
-            return arrays, tokenizer, made_of, about
-    raise UserError(f"the cached tokens in {directory} are damaged: delete that folder, to encode the text again")
+        if is_counted and _describe(arrays, tokenizer) == record["fingerprint"]:
+            return arrays, tokenizer, record["fingerprint"], about
+    LOG.warning("the cached tokens in %s are damaged: encoding the text again", directory)
+    return None
 
 
 def _open_arrays(directory: Path, record: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Tokens]:
@@ -519,6 +486,7 @@ def write_entry(
         try:
             os.replace(partial, directory)
         except OSError:
-            if not directory.exists():  # else another process was first with the same tokens
-                raise
+            if read_entry(directory) is None:  # else another process was first with the same tokens
+                shutil.rmtree(directory)
+                os.replace(partial, directory)
     return arrays, tokenizer, made_of, about
