@@ -48,8 +48,6 @@ def _shards(place: Path) -> None:
     for name, raw in {
         "odd.bin": tokens.tobytes()[:-1],
         "large.bin": np.full(500, 1000, np.uint16).tobytes(),
-        "gap/x_train_000000.bin": _llmc(tokens),
-        "gap/x_train_000002.bin": _llmc(tokens),
     }.items():
         (place / name).parent.mkdir(exist_ok=True)
         (place / name).write_bytes(raw)

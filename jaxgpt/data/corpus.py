@@ -6,10 +6,10 @@ import codecs
 import dataclasses
 import hashlib
 import http.client
-import json
 import logging
+import os
 import re
-import shutil
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -25,9 +25,7 @@ from jaxgpt.files import (
     is_there,
     make_cache,
     open_file,
-    open_whole,
     parse_json,
-    read_json,
     sha256,
     write_whole,
 )
@@ -38,13 +36,6 @@ SPLITS = ("train", "val")
 CHUNK = 8 * 1024**2  # bytes read at a time: a text may be larger than memory
 BUCKETS = ("gs", "s3")
 LEAST_FSSPEC = (2026, 6)  # in older ones the texts of a reference file system were programs
-# Encodings that iconv knows, by their byte order marks. UTF-32's begins as UTF-16's.
-ENCODINGS = {
-    codecs.BOM_UTF32_LE: "utf-32",
-    codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
-}
 LARGEST = 2**28  # bytes of a download. Every registered corpus is far below
 
 
@@ -144,51 +135,42 @@ def advise_prepare(path: str | Path, column: str = "text") -> str:
 def fetch(url: str) -> Path:
     """Return a copy in the cache of the file, or the folder of token shards or texts, at gs:// or s3://.
 
-    Files are downloaded once, and again where their size or version has changed. Raises `UserError` if that fails. Only
-    buckets are read: fsspec's other protocols connect to any host, and its chained addresses can run code.
+    It is downloaded once. Raises `UserError` if that fails. Only buckets are read: fsspec's other
+    protocols connect to any host, and its chained addresses can run code.
     """
     protocol, _, root = url.partition("://")
     if protocol not in BUCKETS or "::" in root:
         raise UserError(f"{url} is not in a bucket (gs:// or s3://): download it, and name the file or folder")
+    copy = find_copy(url)
+    make_cache(copy.parent)
     try:
         import fsspec  # takes 0.1 s to import, which local data do without
 
         if tuple(map(int, version("fsspec").split(".")[:2])) < LEAST_FSSPEC:
             raise ImportError(f"fsspec {version('fsspec')} is too old")
-        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback for each try without a network
-        fs = fsspec.filesystem(protocol)
-        kinds = (".bin", ".txt", ".json")
-        is_file = fs.info(root)["type"] == "file"
-        paths = [root] if is_file else sorted(f for f in fs.ls(root, detail=False) if f.endswith(kinds))
-        versions = {path.rpartition("/")[2]: fs.ukey(path) for path in paths}  # size, ETag and the like, as a hash
-        if not versions:
-            raise UserError(f"{url} has no .bin or .txt files: name a folder of token shards or texts, or a file")
-        copy = find_copy(url)
-        make_cache(directory := copy.parent if copy.is_file() else copy)
-        record = directory.with_name(f"{directory.name}.json")
-        with filelock.FileLock(directory.with_name(f"{directory.name}.lock")):  # one process of a host downloads
-            held = read_json(record, 2**24) if record.exists() else {}
-            for name in held.keys() - versions:
-                (directory / name).unlink(missing_ok=True)
-            for path, (name, stamp) in zip(paths, versions.items(), strict=True):
-                if held.get(name) == stamp and (directory / name).exists():
-                    continue
-                size = fs.info(path)["size"]
-                LOG.warning("downloading %s: %s", path, f"{size / 1e6:,.0f} MB")  # a warning, so that it shows
-                with fs.open(path, "rb") as source, open_whole(directory / name) as out:
-                    shutil.copyfileobj(source, out, CHUNK)
-                    if out.tell() != size:
-                        raise OSError(f"{name} ended after {out.tell()} of {size} bytes")
-                held[name] = stamp
-                write_whole(record, json.dumps(held))
+        with filelock.FileLock(f"{copy}.lock"):  # one process of a host downloads
+            if not copy.exists():
+                _download_bucket(fsspec.filesystem(protocol), root, copy)
     except ImportError as e:
         raise UserError(f"{url} needs another package: python -m pip install 'jaxgpt[remote]' ({e})") from None
-    except UserError:
-        raise
     except Exception as e:  # each service has exceptions of its own
         why = str(e).strip().partition("\n")[0] or type(e).__name__
         raise UserError(f"cannot read {url}: {why}. Check the address and your credentials for it") from None
     return find_copy(url)
+
+
+def _download_bucket(fs: Any, root: str, folder: Path) -> None:
+    """Download the texts and token shards of a folder, or a file, into a new folder."""
+    is_file = fs.info(root)["type"] == "file"
+    kinds = (".bin", ".txt", ".json")
+    paths = [root] if is_file else [path for path in fs.ls(root, detail=False) if path.endswith(kinds)]
+    if not paths:
+        raise FileNotFoundError("it has no .bin or .txt files")
+    with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as partial:
+        for path in paths:
+            LOG.warning("downloading %s", path)  # a warning, so that it shows
+            fs.get_file(path, f"{partial}/{path.rpartition('/')[2]}")
+        os.rename(partial, folder)
 
 
 def read_text(path: Path) -> Iterator[str]:
@@ -213,16 +195,7 @@ def decode_text(f: BinaryIO, name: str | Path) -> Iterator[str]:
 
 
 def parse_line(raw: bytes, where: str, **hooks: Any) -> Any:
-    """Parse a line of a .jsonl file with `parse_json`, whose hooks these are.
-
-    Raises `UserError` if it is not UTF-8, or begins an object or an array that goes on in other lines.
-    """
-    begin = raw.strip()
-    if begin[:1] == b"[" or begin == b"{":
-        rule, kind = ("'.[]'", "a JSON array") if begin[:1] == b"[" else (".", "the beginning of an object")
-        raise UserError(
-            f"{where} is {kind}: each line needs a whole object, as jq -c {rule} FILE > NEW.jsonl writes it"
-        )
+    """Parse a line of a .jsonl file with `parse_json`, whose hooks these are."""
     try:
         return parse_json(raw.decode("utf-8"), where, **hooks)
     except UnicodeDecodeError as e:
@@ -230,12 +203,9 @@ def parse_line(raw: bytes, where: str, **hooks: Any) -> Any:
 
 
 def _not_utf8(where: str | Path, e: UnicodeDecodeError, at: int) -> UserError:
-    """Return the error of a text, `at` bytes from its beginning, where a byte order mark tells the encoding."""
-    encoding = next((name for mark, name in ENCODINGS.items() if not at and e.object.startswith(mark)), "latin1")
-    return UserError(
-        f"{where} is not UTF-8 text: byte 0x{e.object[e.start]:02x} at about offset {at + e.start}. "
-        f"Convert it (iconv -f {encoding} -t utf-8), or give .bin token shards."
-    )
+    """Return the error of a text, `at` bytes from its beginning."""
+    place = f"byte 0x{e.object[e.start]:02x} at about offset {at + e.start}"
+    return UserError(f"{where} is not UTF-8 text: {place}. Convert it, or give .bin token shards.")
 
 
 def _download(name: str, corpus: Corpus, path: Path) -> None:

@@ -6,8 +6,6 @@ with a folder in the cache. What is read is checked before training.
 
 from __future__ import annotations
 
-import codecs
-import contextlib
 import hashlib
 import itertools
 import re
@@ -27,21 +25,6 @@ from jaxgpt.files import is_there, json_sha256, open_file, open_whole, read_json
 LLMC_HEADER_BYTES = 1024
 LLMC_MAGIC = {20240520: np.uint16, 20240801: np.uint32, 20261127: np.bool_, 20261128: np.int64}  # the last two are ours
 
-# Bare uint16 has no magic number, so any file would pass: refuse those that begin like another format.
-OTHER_KINDS = {
-    b"\x93NUMPY": "a NumPy array (.npy): write its values with array.astype(np.uint16).tofile(...)",
-    b"PK\x03\x04": "a zip archive (or .npz, or a PyTorch file)",
-    b"\x1f\x8b\x08": "gzip: unpack it first",
-}
-
-CONTROL = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f]")  # characters that no text has
-
-# A shell command. The ids of nanoGPT's characters are their ranks, as in our tokenizer.
-FROM_NANOGPT = (
-    "python -c \"import json, pickle; print(json.dumps({'jaxgpt': 'char', 'characters': "
-    "''.join(sorted(pickle.load(open('meta.pkl', 'rb'))['stoi']))}))\" > tokenizer.json"
-)
-
 SCAN = 2**22  # tokens read at a time
 START = [0, 0, 0]  # a position: source, row in it, piece of the row
 SAVE_EVERY = 60.0  # seconds between records of the progress
@@ -53,21 +36,13 @@ HELD_OUT = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])", re.IGNORECASE)  # 
 
 
 def find_shards(path: str | None) -> list[Path]:
-    """Return the .bin shards at `--data.path`, [] if it is text. Raises `UserError` for a gap in their numbering."""
+    """Return the .bin shards at `--data.path`, [] if it is text."""
     root = Path(path or "")
     if path is None or not is_there(root, "--data.path takes a text, a folder of them, or .bin shards"):
         return []
     if not root.is_dir():
         return [root] if root.suffix == ".bin" else []
-    files = sorted(root.glob("*.bin"))
-    numbered = [match for file in files if (match := re.fullmatch(r"(.*_)(\d{6})", file.stem))]  # x_train_000001.bin
-    for (name, number), (other, following) in itertools.pairwise(match.groups() for match in numbered):
-        if name == other and int(following) != int(number) + 1:
-            raise UserError(
-                f"{root}: {name}{int(number) + 1:06d}.bin is missing between {name}{number}.bin and "
-                f"{name}{following}.bin: fetch it, or number the files without a gap"
-            )
-    return files
+    return sorted(root.glob("*.bin"))
 
 
 def open_shards(
@@ -83,7 +58,6 @@ def open_shards(
     beside, index = folder / "tokenizer.json", read_index(folder)
     if index is not None and index["at"] is not None and root.is_dir():
         raise UserError(f"{root} is not complete: jaxgpt prepare was interrupted, and the same command goes on")
-    text = next((p for p in sorted(root.rglob("*.txt")) if p.is_file()), None)
     if tokenizer_name == "ids":
         if vocab_size is None:
             raise UserError("tokenizer ids needs --model.vocab-size N: token files do not record the vocabulary size")
@@ -97,15 +71,10 @@ def open_shards(
         tokenizer = IdTokenizer(vocab_size)
         notes.append(f"{path} has no tokenizer.json: samples are ids too, below model.vocab_size={vocab_size}")
     elif (tokenizer := open_tokenizer(tokenizer_name, "a text needs")) is None:
-        instead = "" if text is None else f", or --data.path {text}"
-        if is_there(beside.with_name("meta.pkl"), "Move it elsewhere."):
-            instead += f". In that folder this makes the tokenizer of nanoGPT's meta.pkl: {FROM_NANOGPT}"
         raise UserError(
             f"{path} holds token ids, so tokenizer={tokenizer_name} cannot be used: give the tokenizer that made them "
-            f"(--data.tokenizer tokenizer.json, or byte), or --data.tokenizer ids with --model.vocab-size N{instead}"
+            "(--data.tokenizer tokenizer.json, or byte), or --data.tokenizer ids with --model.vocab-size N"
         )
-    if text is not None:
-        notes.append(f"{root} has token files, such as {files[0].name}: its texts, such as {text.name}, are not read")
     held_out = [f for f in files if HELD_OUT.search(f.stem)]
     if len(held_out) == len(files):
         raise UserError(f"{root} has validation shards only ({files[0].name}): training needs some too")
@@ -190,7 +159,7 @@ def open_shard(path: Path) -> np.ndarray:
     with open_file(path) as f:
         size = f.seek(0, 2)
         f.seek(0)
-        head = f.read(4096)
+        head = f.read(12)
     magic = int.from_bytes(head[:4], "little") if len(head) >= 12 else 0
     dtype, offset = np.dtype(LLMC_MAGIC.get(magic, np.uint16)), 0
     if magic in LLMC_MAGIC:
@@ -203,10 +172,6 @@ def open_shard(path: Path) -> np.ndarray:
             )
         if not tokens:
             raise UserError(f"{path} holds no tokens, only llm.c's header")
-    elif kind := _find_kind(head):
-        raise UserError(
-            f"{path} is not a token file but {kind}. A .bin needs bare token ids, as nanoGPT and llm.c write them"
-        )
     elif size == 0 or size % 2:
         raise UserError(
             f"{path}: {size} bytes are not whole 16-bit tokens (nanoGPT's .bin); is the file cut short? Fetch it again."
@@ -215,16 +180,6 @@ def open_shard(path: Path) -> np.ndarray:
         return np.memmap(path, dtype=dtype, mode="r", offset=offset)
     except (OSError, ValueError) as e:
         raise UserError(f"cannot read {path}: {e}") from None
-
-
-def _find_kind(head: bytes) -> str | None:
-    """Return what a file is that begins so, if it is not bare tokens."""
-    kind = next((kind for magic, kind in OTHER_KINDS.items() if head.startswith(magic)), None)
-    with contextlib.suppress(UnicodeDecodeError):  # not final: the piece may end within a character
-        text = codecs.getincrementaldecoder("utf-8")().decode(head)
-        if len(head) >= 16 and not CONTROL.search(text):
-            return "text: name it .txt"
-    return kind
 
 
 def scan(path: Path, tokens: np.ndarray, limit: int) -> dict[str, Any]:
