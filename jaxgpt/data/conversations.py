@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config.validate import short
-from jaxgpt.data.corpus import advise_prepare, parse_line
+from jaxgpt.data.corpus import parse_line
 from jaxgpt.data.pipeline import RowReader, Split, pick_evenly
 from jaxgpt.data.template import ETX, ChatTemplate, Written, check_message, index_specials, match_specials
 from jaxgpt.data.tokenizer import Tokenizer
@@ -23,12 +23,6 @@ from jaxgpt.files import read_lines
 
 LONGEST_LINE = 2**24  # bytes
 SHAPE = 'needs {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
-
-CONVERSIONS = {  # what makes messages of ShareGPT's and Alpaca's lines
-    "conversations": '[.conversations[] | {role: ({human: "user", gpt: "assistant"}[.from] // .from), content: .value}]',
-    "instruction": '[{role: "user", content: ([.instruction, .input] | map(select((. // "") != "")) | join("\\n\\n"))}, '
-    '{role: "assistant", content: .output}]',
-}
 
 
 def read_messages(path: str | Path) -> Iterator[tuple[str, list[Message], tuple[Tool, ...]]]:
@@ -55,13 +49,7 @@ def _messages(value: Any, where: str) -> list[Message]:
     fields = value if isinstance(value, dict) else {}
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
-        got, advice = f"messages={short(messages)}" if "messages" in fields else short(value), ""
-        for name, conversion in () if "messages" in fields else CONVERSIONS.items():
-            if name in fields:
-                got, advice = name, f". Convert it: jq -c '{{messages: {conversion}}}' OLD > NEW.jsonl"
-        if column := next((name for name in ("text", "content") if isinstance(fields.get(name), str)), None):
-            advice = f"; of texts, {advise_prepare(where.rpartition(':')[0], column)}"
-        raise UserError(f"{where}: got {got}, {SHAPE}{advice}")
+        raise UserError(f"{where}: got {short(value)}, {SHAPE}")
     checked = [check_message(message, f"{where}: message {number}") for number, message in enumerate(messages, 1)]
     if not any(message["role"] == "assistant" and "weight" not in message for message in checked):
         raise UserError(

@@ -125,10 +125,9 @@ def find_copy(url: str) -> Path:
     return folder / name if name and (folder / name).is_file() else folder
 
 
-def advise_prepare(path: str | Path, column: str = "text") -> str:
-    """Return the commands that train on the texts of a column, for a message."""
-    named = [] if column == "text" else ["--column", column]
-    line = shell_line("jaxgpt", "prepare", path, "--out", "tokens", "--tokenizer", "bpe:4096", *named)
+def advise_prepare(path: str | Path) -> str:
+    """Return the commands that train on the texts of a file, for a message."""
+    line = shell_line("jaxgpt", "prepare", path, "--out", "tokens", "--tokenizer", "bpe:4096")
     return f"make tokens with `{line}`, and train with --data.path tokens"
 
 

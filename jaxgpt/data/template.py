@@ -47,17 +47,6 @@ MARKS = (OPEN, CLOSE, QUOTE, UNQUOTE)
 LARGEST_CONFIG = 2**24  # bytes of a tokenizer_config.json. Gemma 3's, with 6,000 added tokens, has 2**20
 ETX = "\x03"  # "end of text" among ASCII's control codes
 TEMPLATE_FILES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
-# What a class of transformers calls its tokens where no file does.
-GPT2 = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
-LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-DEFAULTS = {
-    "CohereTokenizer": {"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "pad_token": "<PAD>"},
-    "GPT2Tokenizer": GPT2,
-    "GPTNeoXTokenizer": GPT2,
-    "GemmaTokenizer": {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"},
-    "LlamaTokenizer": LLAMA,
-    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
-}
 SECONDS = 10.0  # the longest that a template may take for one conversation
 CONTENT = (  # of a message, in Jinja: a text, or a list of parts
     "{% if message['content'] is string %}{{ message['content'] }}{% elif message['content'] %}"
@@ -371,14 +360,13 @@ def _find_tokens(tokenizer: Tokenizer, directory: Path, values: dict[str, Any]) 
 
     values: tokenizer_config.json.
     """
-    kind = str(values.get("tokenizer_class")).removesuffix("Fast")
-    known: dict[str, Any] = {name: x for name, x in DEFAULTS.get(kind, {}).items() if x in tokenizer.specials}
-    if kind not in DEFAULTS:  # config.json of a model's directory, or of a run that was imported
-        config = _read_values(directory / "config.json") or _read_values(directory / "hf/config.json")
-        for name, ids in config.items():
-            i = ids[0] if isinstance(ids, list) and ids else ids
-            if name.endswith("_token_id") and type(i) is int and 0 <= i < tokenizer.vocab_size:
-                known[name.removesuffix("_id")] = tokenizer.decode([i])
+    known: dict[str, Any] = {}
+    # config.json of a model's directory, or of a run that was imported
+    config = _read_values(directory / "config.json") or _read_values(directory / "hf/config.json")
+    for name, ids in config.items():
+        i = ids[0] if isinstance(ids, list) and ids else ids
+        if name.endswith("_token_id") and type(i) is int and 0 <= i < tokenizer.vocab_size:
+            known[name.removesuffix("_id")] = tokenizer.decode([i])
     known |= values
     if "added_tokens_decoder" not in values:
         known |= _read_values(directory / "special_tokens_map.json")

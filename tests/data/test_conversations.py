@@ -3,8 +3,6 @@
 import dataclasses
 import itertools
 import json
-import shutil
-import subprocess
 
 import jax
 import numpy as np
@@ -39,20 +37,7 @@ def message(**fields):
     ("line", "said"),
     [
         ('"text"', "got 'text', needs {"),
-        (
-            '{"text": "a"}',
-            r"needs .*; of texts, make tokens with `jaxgpt prepare \S+chat.jsonl --out tokens --tokenizer bpe:4096`",
-        ),
-        ('{"content": "a", "id": 1}', r"; of texts, .* --column content`, and train with --data.path tokens"),
-        (
-            '{"conversations": [{"from": "human", "value": "a"}]}',
-            "got conversations, needs .* Convert it: jq -c '{messages: ",
-        ),
-        (
-            '{"instruction": "a", "input": "", "output": "b"}',
-            "got instruction, needs .* Convert it: jq -c '{messages: ",
-        ),
-        ('{"messages": []}', r"got messages=\[\], needs"),
+        ('{"messages": []}', "needs {"),
         ('{"messages": ["hello"]}', "message 1 is 'hello': give a role, system, user, assistant, tool, and a content"),
         (message(role=None), "message 3 is .* give a role"),
         (message(tool_calls=[1]), "message 3 has 'tool_calls', which is not understood"),
@@ -72,34 +57,6 @@ def test_bad_lines_are_named(line, said, tmp_path):
     path.write_text(f"{GOOD}\n\n{line}\n{GOOD}\n")
     with pytest.raises(UserError, match=rf"chat\.jsonl:3: .*{said}"):
         list(read_messages(path))
-
-
-@pytest.mark.skipif(shutil.which("jq") is None, reason="needs jq")
-@pytest.mark.parametrize(
-    "line",
-    [
-        {
-            "conversations": [
-                {"from": "system", "value": "s"},
-                {"from": "human", "value": "a"},
-                {"from": "gpt", "value": "b"},
-            ]
-        },
-        {"instruction": "s", "input": "a", "output": "b"},
-        {"instruction": "s", "input": "", "output": "b"},
-    ],
-)
-def test_the_conversion_that_is_named_works(line, tmp_path):
-    (tmp_path / "OLD").write_text(json.dumps(line))
-    with pytest.raises(UserError) as caught:
-        list(read_messages(tmp_path / "OLD"))
-    subprocess.run(str(caught.value).partition("Convert it: ")[2], shell=True, check=True, cwd=tmp_path)
-    ((_, messages, _),) = read_messages(tmp_path / "NEW.jsonl")
-    expected = {
-        3: [{"role": "system", "content": "s"}, *conversation("a", "b")["messages"]],
-        2: conversation("s\n\na" if line.get("input") else "s", "b")["messages"],
-    }
-    assert messages == expected[len(messages)]
 
 
 def test_good_lines_are_read(tmp_path):

@@ -243,12 +243,6 @@ PLACES = {  # files -> what bos_token is, and whether a warning says that nothin
         False,
     ),
     "the map alone": ({"special_tokens_map": BOS}, "<s>", False),
-    "the class": ({"tokenizer_config": {"tokenizer_class": "LlamaTokenizerFast"}}, "<s>", False),
-    "the class, which has none": (
-        {"tokenizer_config": {"tokenizer_class": "Qwen2Tokenizer"}, "config": {"bos_token_id": 0}},
-        "",
-        True,
-    ),
     "an id of the model": ({"tokenizer_config": FAST, "config": {"bos_token_id": 0}}, "<s>", False),
     "an id in an imported run": ({"hf/config": {"bos_token_id": [0, 1]}}, "<s>", False),
     "an id that it lacks": ({"config": {"bos_token_id": 10**6}}, "", True),
