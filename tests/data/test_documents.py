@@ -7,9 +7,7 @@ import pytest
 
 from jaxgpt.data.conversations import read_messages
 from jaxgpt.data.dataset import DataConfig, open_data
-from jaxgpt.data.template import CHATML, PLAIN, find_template, fingerprint
-from jaxgpt.data.tokenizer import BPETokenizer
-from jaxgpt.errors import UserError
+from jaxgpt.data.template import CHATML, PLAIN, fingerprint
 from tests.data.test_template import GOLDEN
 from tests.helpers import chat_file, recorded_run
 
@@ -77,13 +75,3 @@ def test_without_such_a_token_everything_is_what_it_always_was(tmp_path):
             DataConfig(path=str(path), tokenizer=tokenizer), block_size=16 if path.suffix != ".jsonl" else 112
         )
         assert hashlib.sha256(json.dumps(found.fingerprint, sort_keys=True).encode()).hexdigest() == expected
-
-
-def test_a_first_token_that_no_text_has_is_told():
-    """A template of ours could not be written out with it: others would read another token."""
-    held = json.loads(tokenizer_json(("<s>",)))
-    held["added_tokens"] = [t for t in held["added_tokens"] if t["content"] != "<s>"]
-    tokenizer = BPETokenizer(json.dumps(held))
-    assert tokenizer.prefix == (0,)
-    with pytest.raises(UserError, match="begins texts with '<s>', which is not one of its special tokens"):
-        find_template(tokenizer, None)

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import re
 
 import chex
 import fsspec
@@ -17,7 +16,6 @@ from jaxgpt.data.pipeline import Tokens, training_batches, validation_batches
 from jaxgpt.data.tokenizer import CharTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.runs.metrics import MetricsFile, read_metrics
-from jaxgpt.runs.resume import describe_data_changes
 from jaxgpt.tools.evaluate.evaluate import evaluate_run, format_evaluation
 from jaxgpt.tools.replay import audit
 from jaxgpt.training import fit
@@ -106,14 +104,6 @@ def lines(directory):
     ]
 
 
-@pytest.mark.slow
-def test_the_log_shows_the_loss_of_each_source(run, texts, tmp_path, capsys):
-    fit(experiment_of(of_texts(texts), steps=3), tmp_path / "r")
-    said = capsys.readouterr().err
-    assert re.search(r"step 3/3 · .*val \d\.\d{3} \(a\.txt \d\.\d{3}, b\.txt \d\.\d{3}\)", said)
-    assert f"{texts}/a.txt: 70% of the sequences, 0.0732 epochs of its 918 training tokens" in said
-
-
 def test_a_mixture_resumes_bit_for_bit(run, texts, tmp_path, monkeypatch):
     write, e = MetricsFile.write, experiment_of(of_texts(texts))
 
@@ -161,18 +151,6 @@ def test_one_tokenizer_has_the_characters_of_all_texts_and_others_must_agree(tex
     (tmp_path / "tokenizer.json").write_text(CharTokenizer(map(chr, range(600))).to_json())
     with pytest.raises(UserError, match=r"x\.bin and .*a\.txt have different tokenizers, of 600 and 2\d tokens"):
         open_data(DataConfig(path=path), block_size=8)
-
-
-@pytest.mark.parametrize("damage", [None, {"a": 1}, [7, 8]])
-def test_recorded_sources_of_a_wrong_kind_are_one_line(texts, damage):
-    """They are read from experiment.json, which may be somebody else's."""
-    now = open_data(DataConfig(path=of_texts(texts)), block_size=8).fingerprint
-    with pytest.raises(UserError, match=r"^the recorded data\.mixture=.* is damaged"):
-        open_data(DataConfig(path=of_texts(texts)), block_size=8, known=now | {"mixture": damage})
-    deep = now | {"mixture": [source | {"mixture": damage} for source in now["mixture"]]}
-    for before in (now | {"mixture": damage}, deep):
-        with pytest.raises(UserError, match=r"^the recorded data\.mixture=.* is damaged"):
-            describe_data_changes(before, now)
 
 
 def test_a_mixture_is_spelled_in_words_in_a_string_and_in_a_file(tmp_path):

@@ -45,7 +45,7 @@ def test_the_order_is_what_it_always_was():
     assert digest.hexdigest() == "02ad7cdd4927bef8ab94e82c3b140ecf5ce098c67cfa81ae35861a6da6923dc5"
 
 
-@pytest.mark.parametrize("n", [1, 2, 13, 1000, 2**16 - 1, 2**16, 2**16 + 1, 2**16 + 2, 2**18 + 1, 10**8, 2**32 - 1])
+@pytest.mark.parametrize("n", [1, 2, 1000, 2**16, 2**16 + 1, 2**18 + 1, 2**32 - 1])
 def test_permutations_are_grains(n):
     import grain
 

