@@ -249,7 +249,6 @@ def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int |
     experiment, tokenizer = metadata.experiment, load_run_tokenizer(metadata)
     options = compute_options(metadata.model, experiment.train, is_packed=experiment.data.is_packed, required=False)
     model = metadata.model.make_model(Compute(options.dtype, options.attention_fn))
-    open_checkpoints(metadata.directory).check_depth(metadata.model)
     like = with_shardings(model.shapes(), whole_everywhere())
     while True:
         params = None

@@ -416,8 +416,6 @@ def open_training(
         check_same_configuration(recorded, experiment)
     train = experiment.train
     checkpoints = Checkpoints(directory / "checkpoints", train.keep_last, train.keep_every)
-    if recorded is not None:
-        checkpoints.check_depth(recorded.model)
     resolved, weights = resolve_init_from(experiment, recorded)
     data_class = type(resolved.data).__name__
     with checks.blame_own_classes(resolved.data, resolved.data.open_dataset):

@@ -328,6 +328,9 @@ def _open_conversations(config: DataConfig, entry: Entry, block_size: int) -> Da
     made_of["template_sha256"] = chat.fingerprint(template)
     counts = f"{len(train.lengths):,} training and {len(val.lengths):,} validation conversations"
     notes = [f"{counts}, in rows of {block_size} tokens that are {train.filled:.1%} full"]
+    if config.template_directory is not None and isinstance(template, chat.Turns):
+        turn = f"{template.before.format(role='user', Role='User')}...{template.end}"
+        notes.append(f"the tokenizer has no chat template: a turn is written as {turn!r}")
     shortened, left_out = train.shortened + val.shortened, train.left_out + val.left_out
     if shortened or left_out:
         ends = f"of which {shortened:,} end after the last answer that fits, and {left_out:,}" if shortened else "which"

@@ -31,7 +31,6 @@ from flax import struct
 
 from jaxgpt.errors import CheckpointSaveError, UserError, reason_of, shell_line
 from jaxgpt.files import json_sha256, read_bytes, write_whole
-from jaxgpt.model import GPTConfig
 from jaxgpt.parallel import multihost
 from jaxgpt.train import Params, TrainState
 
@@ -115,14 +114,6 @@ class Checkpoints:
         why = "its own SHA-256 does not match, or a field's type"
         raise CorruptCheckpoint(f"{path} is not what was written: {why}")
 
-    def check_depth(self, model: GPTConfig) -> None:
-        """Raise `UserError` for more blocks than arrays, before a model is traced for minutes."""
-        with contextlib.suppress(CorruptCheckpoint, IndexError):  # it has no checkpoint yet
-            arrays = len(self.manifest(self.steps()[-1])["arrays"][PARAMS])
-            if model.n_layer > arrays and not (model.scan_layers or model.is_foreign):
-                said = f"{arrays} arrays, n_layer={model.n_layer}: is experiment.json another's?"
-                raise UserError(f"{self._directory}: {said}")
-
     def val_loss(self, step: int) -> float | None:
         """Return a step's validation loss in nats per token. None if not measured, or damaged."""
         return _finite(self._loss(step))
@@ -144,8 +135,6 @@ class Checkpoints:
         """Raise `CorruptCheckpoint` for the first file of a step that is not what was saved."""
         directory, manifest = self._directory / str(step), self.manifest(step)
         found = _measure(directory)
-        if lost := _find_unmerged(manifest):
-            raise CorruptCheckpoint(f"{directory} was saved without {lost}")
         for name, (size, digest) in manifest["files"].items():
             if [size, digest] != found.get(name):
                 raise CorruptCheckpoint(f"{directory / name} is not what was saved: {size:,} bytes, SHA-256 {digest}")
@@ -167,8 +156,7 @@ class Checkpoints:
             try:
                 self.verify(step)
             except (CorruptCheckpoint, OSError) as e:
-                if step in self.steps():  # otherwise a process that trains has removed it
-                    damaged[step] = str(e)
+                damaged[step] = str(e)
                 continue
             for bad, reason in damaged.items():
                 warnings.warn(f"checkpoint {bad} is damaged, so {step} is used: {reason}", stacklevel=2)
@@ -176,7 +164,7 @@ class Checkpoints:
         for step, reason in damaged.items():
             said = f"checkpoint {step} is damaged, and no other is good: {reason}"
             raise UserError(f"{said}. Restore it from a copy.")
-        return self.latest_valid(which, before=before) if steps else None
+        return None
 
     def rewind(self) -> int:
         """Return the last undamaged step, or 0. Remove what kills left, move damaged ones aside."""
@@ -234,8 +222,6 @@ class Checkpoints:
             if not multihost.is_process_0():
                 return
             about["files"] = _measure(partial)
-            if lost := _find_unmerged(about):
-                raise FileNotFoundError(f"Orbax has not written {partial / lost}")
             write_whole(partial / MANIFEST, _render(about))
             for path in (*partial.rglob("*"), partial):
                 _sync(path)
@@ -380,12 +366,6 @@ def _literal(directory: Path) -> Any:
             return map(type(self), Path(self).glob(pattern))
 
     return LiteralPath(directory)
-
-
-def _find_unmerged(manifest: dict[str, Any]) -> str | None:
-    """Return a file that a checkpoint needs and lacks, although Orbax saved it without an error."""
-    merged = [f"state/{name}/manifest.ocdbt" for name in (PARAMS, REST) if manifest["arrays"][name]]
-    return next((name for name in merged if name not in manifest["files"]), None)
 
 
 def _finite(loss: float | None) -> float | None:

@@ -115,7 +115,6 @@ def open_weights(
         file = tokenizer or str(source.directory / "tokenizer.json")
         return Weights(directory=source.directory, config=source.config, tokenizer=file, source=source)
     metadata, checkpoints = read_metadata(directory), open_checkpoints(directory)
-    checkpoints.check_depth(metadata.model)
     good = checkpoints.latest_valid("best") if step is None else checkpoints.latest_valid(before=step + 1)
     if step not in (None, good):
         raise UserError(f"{directory} no longer has an undamaged checkpoint of step {step}")
