@@ -38,11 +38,12 @@ HELD_OUT = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])", re.IGNORECASE)  # 
 def find_shards(path: str | None) -> list[Path]:
     """Return the .bin shards at `--data.path`, [] if it is text."""
     root = Path(path or "")
-    if path is None or not is_there(root, "--data.path takes a text, a folder of them, or .bin shards"):
+    takes = "--data.path takes a text, a folder of them, or .bin shards"
+    if path is None or not is_there(root, takes):
         return []
-    if not root.is_dir():
-        return [root] if root.suffix == ".bin" else []
-    return sorted(root.glob("*.bin"))
+    if root.is_dir():
+        return sorted(root.glob("*.bin"))
+    return [root] if root.suffix == ".bin" else []
 
 
 def open_shards(
@@ -50,50 +51,31 @@ def open_shards(
 ) -> Dataset:
     """Return the dataset of nanoGPT's train.bin and val.bin (bare uint16), or of llm.c's shards with a header.
 
-    Files with the word val, valid or validation in their names are held out. Without any, the last `val_fraction` of
-    the tokens is. The tokenizer is a tokenizer.json next to them. Without one it is ids, if `vocab_size` is known.
+    Files with the word val, valid or validation in their names are held out. Without any, the last
+    `val_fraction` of the tokens is.
     """
-    root, notes = Path(path), []
+    root = Path(path)
     folder = root if root.is_dir() else root.parent
-    beside, index = folder / "tokenizer.json", read_index(folder)
+    index = read_index(folder)
     if index is not None and index["at"] is not None and root.is_dir():
         raise UserError(f"{root} is not complete: jaxgpt prepare was interrupted, and the same command goes on")
-    if tokenizer_name == "ids":
-        if vocab_size is None:
-            raise UserError("tokenizer ids needs --model.vocab-size N: token files do not record the vocabulary size")
-        tokenizer = IdTokenizer(vocab_size)
-    elif tokenizer_name == "char" and is_there(beside, "Move it elsewhere."):
-        tokenizer = load_tokenizer(beside)
-        if index is not None:
-            check_tokenizer(beside, tokenizer, index)
-        notes.append(f"the tokenizer is {beside}")
-    elif tokenizer_name == "char" and vocab_size is not None:
-        tokenizer = IdTokenizer(vocab_size)
-        notes.append(f"{path} has no tokenizer.json: samples are ids too, below model.vocab_size={vocab_size}")
-    elif (tokenizer := open_tokenizer(tokenizer_name, "a text needs")) is None:
-        raise UserError(
-            f"{path} holds token ids, so tokenizer={tokenizer_name} cannot be used: give the tokenizer that made them "
-            "(--data.tokenizer tokenizer.json, or byte), or --data.tokenizer ids with --model.vocab-size N"
-        )
+    tokenizer, notes = _find_tokenizer(folder, tokenizer_name, vocab_size, index)
     held_out = [f for f in files if HELD_OUT.search(f.stem)]
     if len(held_out) == len(files):
         raise UserError(f"{root} has validation shards only ({files[0].name}): training needs some too")
     shards = {f: open_shard(f) for f in files}
-    scanned = {f.name: scan(f, tokens, max(tokenizer.vocab_size, vocab_size or 0)) for f, tokens in shards.items()}
+    limit = max(tokenizer.vocab_size, vocab_size or 0)
+    scanned = {f.name: scan(f, tokens, limit) for f, tokens in shards.items()}
     if index is not None:
-        check_shards(folder, [s for s in index["shards"] if root.is_dir() or s["file"] in scanned], scanned)
-    train, val = [tokens for f, tokens in shards.items() if f not in held_out], [shards[f] for f in held_out]
-    if held_out:
-        more = f" and {len(val) - 3} more" if len(val) > 3 else ""
-        notes.append(f"held out for validation: {', '.join(f.name for f in held_out[:3])}{more}")
-    else:
+        listed = [s for s in index["shards"] if root.is_dir() or s["file"] in scanned]
+        check_shards(folder, listed, scanned)
+    train = [tokens for f, tokens in shards.items() if f not in held_out]
+    val = [shards[f] for f in held_out]
+    if not held_out:
         starts = itertools.accumulate(map(len, train), initial=0)
-        at = int(sum(map(len, train)) * (1.0 - val_fraction))
-        cuts = [(tokens, max(0, at - start)) for tokens, start in zip(train, starts, strict=False)]
+        cut = int(sum(map(len, train)) * (1.0 - val_fraction))
+        cuts = [(tokens, max(0, cut - start)) for tokens, start in zip(train, starts, strict=False)]
         train, val = [tokens[:n] for tokens, n in cuts], [tokens[n:] for tokens, n in cuts]
-        if len(files) > 1:
-            share = f"{100 * val_fraction:g}%"
-            notes.append(f"no file is named val: of the {len(files)} files the last {share} of the tokens are held out")
     counted: dict[str, int] = {}
     if index is not None and held_out:
         made = [s["file"] for s in index["shards"] if s["file"].startswith("val")]
@@ -107,8 +89,33 @@ def open_shards(
         val_characters=counted.get("characters"),
         val_bytes=counted.get("bytes"),
         fingerprint=lengths | {"files": scanned, "tokenizer_sha256": fingerprint(tokenizer)},
-        notes=tuple(notes),
+        notes=notes,
     )
+
+
+def _find_tokenizer(
+    folder: Path, name: str, vocab_size: int | None, index: dict[str, Any] | None
+) -> tuple[Tokenizer, tuple[str, ...]]:
+    """Return (tokenizer of token files, notes): the named one, one in their folder, or bare ids."""
+    beside = folder / "tokenizer.json"
+    if name == "char" and is_there(beside, "Move it elsewhere."):
+        found = load_tokenizer(beside)
+        if index is not None:
+            check_tokenizer(beside, found, index)
+        return found, (f"the tokenizer is {beside}",)
+    if name in ("char", "ids") and vocab_size is not None:
+        note = f"{folder} has no tokenizer.json: samples are ids, below model.vocab_size={vocab_size}"
+        return IdTokenizer(vocab_size), (note,) if name == "char" else ()
+    if name == "ids":
+        raise UserError("tokenizer ids needs --model.vocab-size N: token files do not record the vocabulary size")
+    found = open_tokenizer(name, "a text needs")
+    if found is None:
+        raise UserError(
+            f"{folder} holds token ids, so tokenizer={name} cannot be used: give the tokenizer that "
+            "made them (--data.tokenizer tokenizer.json, or byte), or --data.tokenizer ids with "
+            "--model.vocab-size N"
+        )
+    return found, ()
 
 
 def read_index(root: Path) -> dict[str, Any] | None:
@@ -155,45 +162,39 @@ def check_tokenizer(path: Path, tokenizer: Tokenizer, index: dict[str, Any]) -> 
 
 
 def open_shard(path: Path) -> np.ndarray:
-    """Return the tokens of a file, memory-mapped. Raises `UserError` if it is truncated or not a token file."""
+    """Return the tokens of a file, memory-mapped. Raises `UserError` if it is cut short."""
     with open_file(path) as f:
-        size = f.seek(0, 2)
-        f.seek(0)
         head = f.read(12)
-    magic = int.from_bytes(head[:4], "little") if len(head) >= 12 else 0
+        size = f.seek(0, 2)
+    magic = int.from_bytes(head[:4], "little") if len(head) == 12 else 0
     dtype, offset = np.dtype(LLMC_MAGIC.get(magic, np.uint16)), 0
     if magic in LLMC_MAGIC:
         offset = LLMC_HEADER_BYTES
-        tokens, held = int.from_bytes(head[8:12], "little", signed=True), max(size - offset, 0)
-        if held != tokens * dtype.itemsize:
-            raise UserError(
-                f"{path}: its header promises {tokens} tokens of {dtype.itemsize} bytes, the file holds {held} bytes: "
-                "it is cut short or damaged; fetch it again"
-            )
-        if not tokens:
-            raise UserError(f"{path} holds no tokens, only llm.c's header")
+        tokens = int.from_bytes(head[8:12], "little", signed=True)
+        if size - offset != tokens * dtype.itemsize or not tokens:
+            said = f"its header promises {tokens} tokens of {dtype.itemsize} bytes"
+            held = f"the file holds {max(size - offset, 0)} bytes"
+            raise UserError(f"{path}: {said}, {held}: it is cut short, empty or damaged; fetch it again")
     elif size == 0 or size % 2:
-        raise UserError(
-            f"{path}: {size} bytes are not whole 16-bit tokens (nanoGPT's .bin); is the file cut short? Fetch it again."
-        )
-    try:
-        return np.memmap(path, dtype=dtype, mode="r", offset=offset)
-    except (OSError, ValueError) as e:
-        raise UserError(f"cannot read {path}: {e}") from None
+        said = f"{size} bytes are not whole 16-bit tokens (nanoGPT's .bin)"
+        raise UserError(f"{path}: {said}; is the file cut short? Fetch it again.")
+    return np.memmap(path, dtype=dtype, mode="r", offset=offset)
 
 
 def scan(path: Path, tokens: np.ndarray, limit: int) -> dict[str, Any]:
-    """Return the length and SHA-256 of a shard, in one pass. Raises `UserError` for a token of `limit` or more."""
+    """Return the length and SHA-256 of a shard, in one pass.
+
+    Raises `UserError` for a token of `limit` or more.
+    """
     digest = hashlib.sha256()
     for at in range(0, len(tokens), SCAN):
         part = tokens[at : at + SCAN]
         if int(part.max()) >= limit:
             first = int(np.argmax(part >= limit))
             offset = getattr(tokens, "offset", 0) + (at + first) * tokens.itemsize
-            raise UserError(
-                f"{path}: token {int(part[first])} at byte {offset} (token number {at + first}) is outside the vocabulary, "
-                f"0 to {limit - 1}: is this the tokenizer that the file was made with?"
-            )
+            place = f"token {int(part[first])} at byte {offset} (token number {at + first})"
+            asked = "is this the tokenizer that the file was made with?"
+            raise UserError(f"{path}: {place} is outside the vocabulary, 0 to {limit - 1}: {asked}")
         digest.update(part.data)
     return {"tokens": len(tokens), "sha256": digest.hexdigest()}
 
