@@ -28,7 +28,6 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # GPT-2, Ll
 
 MOST_GROWTH = 1024  # times as long as a text may become by the rules of a tokenizer.json. Known ones reach 16
 EMPTY = re.compile(r"[?*|^$(]|\\[bBAzZGK]|\{0|^$")  # in expressions that may match nothing, and so insert text anywhere
-LONG_TEXT = 2**14  # characters. Texts of at least this length are encoded word by word
 CONTEXT = 2**12  # characters around a piece of a text that decide its tokens
 MOST_WORDS = 2**19  # words kept with their ids: about 100 MB
 # What a ByteLevel pre-tokenizer splits by, GPT-2's.
@@ -64,10 +63,6 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a whole text, int32. Streams cannot be encoded. Special tokens written out are text."""
         ...
-
-    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text."""
-        return [self.encode(text) for text in texts]
 
     def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids, [start, end) of each in characters, int64 of shape [len(ids), 2]).
@@ -189,28 +184,20 @@ class BPETokenizer(Tokenizer):
         template = _call_library(self._tokenizer.encode, "a", what="its template cannot be used")
         first = template.special_tokens_mask.index(0) if 0 in template.special_tokens_mask else 0
         self.prefix = tuple(template.ids[:first])
-        # The ids of words of long texts, as bytes.
+        # The ids of words, as bytes.
         self._encode_word = functools.lru_cache(MOST_WORDS)(
             lambda word: np.array(self._encode_whole(word).ids, np.int32).tobytes()
         )
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids of a text. A long one is encoded word by word, each distinct word once."""
-        if len(text) < LONG_TEXT or not self.is_splittable:
-            return np.array(self._encode_whole(text).ids, dtype=np.int32)
-        return self.encode_many([text])[0]
-
-    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text, word by word if that is known to give the same."""
-        if not self.is_splittable:
-            for text in texts:
-                _encode_utf8(text)
-            encode, what = self._tokenizer.encode_batch_fast, "the tokenizer cannot read the text"
-            found = _call_library(encode, list(texts), add_special_tokens=False, what=what)
-            return [np.array(encoding.ids, dtype=np.int32) for encoding in found]
-        # The library creates objects for each occurrence of a word, and takes more than twice the time.
-        ids = (bytearray().join(map(self._encode_word, split_words(text))) for text in texts)
-        return [np.frombuffer(of_text, np.int32) for of_text in ids]
+        """Return the ids of a text, word by word if that is known to give the same."""
+        if self.is_splittable:
+            # The library creates objects for each occurrence of a word, and takes twice the time.
+            return np.frombuffer(bytearray().join(map(self._encode_word, split_words(text))), np.int32)
+        _encode_utf8(text)
+        encode, what = self._tokenizer.encode_batch_fast, "the tokenizer cannot read the text"
+        (found,) = _call_library(encode, [text], add_special_tokens=False, what=what)
+        return np.array(found.ids, dtype=np.int32)
 
     @functools.cached_property
     def is_splittable(self) -> bool:  # type: ignore[bad-override]
@@ -253,10 +240,11 @@ def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[tuple[str, str, str]]) 
     A token belongs to the piece in which it begins, so that all pieces of a text have the ids of the whole: SentencePiece,
     for example, puts a space before a text, but not before each piece. `CONTEXT` characters before and after are enough.
     """
-    if tokenizer.is_splittable or not any(before or after for before, _, after in pieces):
-        return tokenizer.encode_many([text for _, text, _ in pieces])
     found = []
     for before, text, after in pieces:
+        if tokenizer.is_splittable or not (before or after):
+            found.append(tokenizer.encode(text))
+            continue
         ids, spans = tokenizer.locate(before + text + after, specials=False)
         starts = spans[:, 0] - len(before)
         found.append(ids[(starts >= 0) & ((starts < len(text)) | (not after))])

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgpt.data import tokenizer as module
 from jaxgpt.data.tokenizer import (
     WORDS,
     BPETokenizer,
@@ -135,18 +134,15 @@ def greedy():
 def test_a_long_text_has_the_ids_of_one_call_of_the_library(greedy, parts, words):
     tokenizer, text = split_by(greedy, words) if words else greedy, "".join(parts)
     assert "".join(split_words(text)) == text
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "LONG_TEXT", 1)
-        found = tokenizer.encode(text)
+    found = tokenizer.encode(text)
     assert found.dtype == np.int32
     assert found.tolist() == tokenizer._encode_whole(text).ids
 
 
-def test_a_tokenizer_of_other_words_reads_the_whole(bpe, monkeypatch):
+def test_a_tokenizer_of_other_words_reads_the_whole(bpe):
     """One that puts a space before a text would put one before each piece."""
     saved = json.loads(bpe.to_json())
     other_words = split_by(bpe, WORDS[0].replace("{1,3}", "{1,4}"))
-    monkeypatch.setattr(module, "LONG_TEXT", 1)
     for change in (
         {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
         {"pre_tokenizer": None},
