@@ -104,6 +104,7 @@ def lines(directory):
     ]
 
 
+@pytest.mark.slow
 def test_a_mixture_resumes_bit_for_bit(run, texts, tmp_path, monkeypatch):
     write, e = MetricsFile.write, experiment_of(of_texts(texts))
 
@@ -123,6 +124,7 @@ def test_a_mixture_resumes_bit_for_bit(run, texts, tmp_path, monkeypatch):
         fit(experiment_of(of_texts(texts).replace("0.7", "0.6").replace("0.3", "0.4")), tmp_path / "r")
 
 
+@pytest.mark.slow
 def test_losses_of_sources_are_those_of_each_alone_and_their_mean_is_the_loss(run, texts):
     last = [line for line in lines(run.directory) if "val_loss" in line][-1]
     (a, b), found = last["val_losses"].values(), evaluate_run(run)

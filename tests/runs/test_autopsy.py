@@ -33,7 +33,8 @@ def experiment(text_file):
 SCANNED = {"model": {"scan_layers": True, "n_layer": 2, "remat": "full"}, "parallel": {"micro_batch_size": 2}}
 
 
-@pytest.mark.parametrize("layer", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [0, 1])
 def test_a_corrupt_parameter_is_found(experiment, tmp_path, monkeypatch, capsys, layer):
     def planted(*args, **kwargs):
         state = init_state(*args, **kwargs)

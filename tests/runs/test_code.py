@@ -235,12 +235,6 @@ def test_another_process_uses_the_run_and_its_options(trained, cache, tmp_path):
 
 
 @pytest.mark.slow
-def test_help_has_the_fields_of_a_file(trained, cache, tmp_path):
-    done = run_command("-m", "jaxgpt", "train", str(trained[0]), "--help", cwd=tmp_path)
-    assert "--model.factor" in done.stdout and "of the MLP" in done.stdout
-
-
-@pytest.mark.slow
 def test_a_class_of_no_file_is_used_where_it_is_defined(text, tmp_path, monkeypatch):
     """As in a notebook: the run trains, and only a process with that class opens it."""
     space: dict = {"__name__": "__main__"}

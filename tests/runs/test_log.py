@@ -8,7 +8,7 @@ import pytest
 import jaxgpt.runs.log
 from jaxgpt.parallel.limits import PEAKS
 from jaxgpt.runs.log import Clock, RunLog
-from jaxgpt.runs.metrics import plot_losses, read_metrics
+from jaxgpt.runs.metrics import read_metrics
 from tests.helpers import tiny_experiment
 
 
@@ -43,18 +43,6 @@ def test_the_rate_and_the_mfu(text_file, tmp_path, monkeypatch, capsys, quiet):
     for line in rest:
         assert line["tokens_per_second"] == 2 * 16 * 8 / 0.25
         assert line["mfu"] == pytest.approx(1024 * 1e6 / 8e12)
-
-
-@pytest.mark.parametrize("best", [0, 3, 9])
-def test_the_number_of_the_best_loss_is_within_the_axes(tmp_path, monkeypatch, best):
-    drawn = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
-    plot_losses([{"step": n, "val_loss": 1.0 if n == best else 2.0} for n in range(10)], tmp_path / "loss.png", "r")
-    drawn[0].draw_without_rendering()
-    (axes,) = drawn[0].axes
-    box, number = axes.get_window_extent(), axes.texts[0].get_window_extent()
-    assert box.y0 + 2 < number.y0 < number.y1 < box.y1 and number.x1 < drawn[0].bbox.x1
-    assert box.x0 < number.x0
 
 
 def test_a_clock_goes_on_from_the_sessions_before_and_leaves_out_pauses(monkeypatch):

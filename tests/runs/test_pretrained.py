@@ -214,6 +214,7 @@ def test_adapters_learn_on_int8_matrices(source, text_file, tmp_path):
     assert kernel.dtype == np.int8 and replay(run.directory, 3).equal
 
 
+@pytest.mark.slow
 def test_what_cannot_be_started_from_is_told(source, exported, tuned, text_file, tmp_path):
     def refused(message, init_from=source.directory, run_dir=tmp_path / "run", **fields):
         with pytest.raises(UserError, match=message):
