@@ -104,8 +104,6 @@ def find_user_files(path: str) -> list[Path]:
     root, takes = Path(path), "--data.path takes a UTF-8 text file, a folder of .txt files, or .bin token shards"
     if not is_there(root, takes):
         raise UserError(f"no file or folder at {root}: {takes}")
-    if root.suffix == ".tsv":
-        raise UserError(f"{root}: pairs are for experiments/transformer_2017, which has a model with an encoder")
     if not root.is_dir():
         open_file(root).close()
         if re.fullmatch(r".*\.(parquet|(txt|jsonl)\.(gz|zst))", root.name):

@@ -105,11 +105,10 @@ class Checkpoints:
         with contextlib.suppress(ValueError, RecursionError, AttributeError, KeyError, TypeError):
             body = json.loads(raw)
             is_sealed = body.pop("sha256", None) and _render(body).encode() == raw
-            arrays = (*body["arrays"][PARAMS].values(), *body["arrays"][REST].values())
-            types = {(type(size), type(digest)) for size, digest in body["files"].values()}
-            is_typed = types <= {(int, str)} and set(map(type, arrays)) <= {str}
-            is_typed &= isinstance(body["val_loss"], float | None)
-            if is_sealed and is_typed and body["format"] == FORMAT:
+            arrays = [*body["arrays"][PARAMS].values(), *body["arrays"][REST].values()]
+            sizes, digests = zip(*body["files"].values(), strict=True)
+            is_typed = set(map(type, sizes)) <= {int} and set(map(type, [*arrays, *digests])) <= {str}
+            if is_sealed and is_typed and isinstance(body["val_loss"], float | None) and body["format"] == FORMAT:
                 return body
         why = "its own SHA-256 does not match, or a field's type"
         raise CorruptCheckpoint(f"{path} is not what was written: {why}")
@@ -151,18 +150,18 @@ class Checkpoints:
         steps = [step for step in reversed(self.steps()) if step < before]
         if which == "best":
             steps.sort(key=self._loss)
-        damaged: dict[int, str] = {}
+        damaged: list[tuple[int, Exception]] = []
         for step in steps:
             try:
                 self.verify(step)
             except (CorruptCheckpoint, OSError) as e:
-                damaged[step] = str(e)
+                damaged.append((step, e))
                 continue
-            for bad, reason in damaged.items():
-                warnings.warn(f"checkpoint {bad} is damaged, so {step} is used: {reason}", stacklevel=2)
+            for bad, why in damaged:
+                warnings.warn(f"checkpoint {bad} is damaged, so {step} is used: {why}", stacklevel=2)
             return step
-        for step, reason in damaged.items():
-            said = f"checkpoint {step} is damaged, and no other is good: {reason}"
+        for bad, why in damaged:
+            said = f"checkpoint {bad} is damaged, and no other is good: {why}"
             raise UserError(f"{said}. Restore it from a copy.")
         return None
 
