@@ -143,12 +143,6 @@ def test_a_text_has_the_ids_of_the_whole_however_it_is_read(kind, end, tmp_path,
         assert ids(d.train) == (encoded[0] + between + encoded[1] if between else encoded[0])
 
 
-def test_a_cache_that_cannot_be_written_is_told(text_file, monkeypatch):
-    monkeypatch.setenv("JAXGPT_CACHE", str(text_file))
-    with pytest.raises(UserError, match="cannot write into the cache .* Set JAXGPT_CACHE to another directory"):
-        open_data(DataConfig(path=str(text_file)), block_size=8)
-
-
 def test_a_text_to_evaluate_has_an_end_of_text_between_two_files(tmp_path):
     """Or a newline, where the tokenizer has none, as for training."""
     documents = [f"document {name}\n" * 9 for name in "abc"]
@@ -159,20 +153,6 @@ def test_a_text_to_evaluate_has_an_end_of_text_between_two_files(tmp_path):
     encoded = [*itertools.chain(*([*bpe.encode(x).tolist(), bpe.end_of_text] for x in documents))]
     assert found.tolist() == encoded[:-1] and text == "\n".join(documents)
     assert encode_whole(files, ByteTokenizer())[0].tolist() == list(text.encode())
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "is empty"),
-        ("short", "the training split of .* has 4 tokens, needed 9"),
-        ("long enough for training, not for validation", "the validation split of .* has 5 tokens, needed 9"),
-    ],
-)
-def test_texts_that_will_not_do_are_told(tmp_path, text, said):
-    (tmp_path / "t.txt").write_text(text)
-    with pytest.raises(UserError, match=said):
-        open_data(DataConfig(path=str(tmp_path / "t.txt")), block_size=8)
 
 
 def write_as_before(directory):

@@ -171,11 +171,8 @@ def test_a_mixture_is_spelled_in_words_in_a_string_and_in_a_file(tmp_path):
     ("path", "said"),
     [
         ("a:7,b:3", r"sum to 10, needed 1: such as a:0\.7,b:0\.3\Z"),
-        ("a:1.5,b:-0.5", "the weight of b=-0.5: needs more than 0"),
         ("a:0.7,b", "'b' has no weight"),
-        ("a:0.99999,b:0.00001", "the weight of b is 1e-05: give at least 0.0001"),
         ("a.jsonl:0.5,b:0.5", "a.jsonl cannot be in a mixture"),
-        ("nowhere/mixture.json", "cannot read nowhere/mixture.json"),
         ("word-mixture.json", "the weight of a='much': needs a number"),
     ],
 )
@@ -220,15 +217,3 @@ def test_a_bucket_that_cannot_be_read_is_one_line_and_leaves_nothing(bucket, tmp
     refused("cannot read s3://nowhere: /nowhere. Check the address", "s3://nowhere")
     for other in ("memory://tokens", "reference::s3://tokens", "s3://tokens::file:///x", "S3://tokens"):
         refused(r"is not in a bucket \(gs:// or s3://\): download it", other)
-    bucket.mkdir("/tokens/empty")
-    refused("has no .bin or .txt files", "s3://tokens/empty")
-
-    def denied(*_, **__):
-        raise PermissionError("Anonymous caller does not have storage.objects.list access\nto the bucket")
-
-    monkeypatch.setattr(type(bucket), "info", denied)
-    refused("Anonymous caller does not have storage.objects.list access. Check the address and your credentials")
-    monkeypatch.setattr(fsspec, "filesystem", lambda url: (_ for _ in ()).throw(ImportError("Please install gcsfs")))
-    refused(r"python -m pip install 'jaxgpt\[remote\]' \(Please install gcsfs\)", "gs://bucket/tokens")
-    monkeypatch.setattr("jaxgpt.data.corpus.version", lambda name: "2026.5.1")
-    refused(r"python -m pip install 'jaxgpt\[remote\]' \(fsspec 2026.5.1 is too old\)", "gs://bucket/tokens")

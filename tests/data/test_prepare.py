@@ -1,11 +1,9 @@
 """`jaxgpt prepare`: the same bytes from any format, with any number of workers, after kills. Bad input gets one line."""
 
-import errno
 import gzip
 import itertools
 import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -202,19 +200,6 @@ def test_a_run_trains_on_the_result_and_finds_its_tokenizer(made, tmp_path):
     assert run.val_loss is not None and np.isfinite(run.val_loss)
 
 
-def test_a_second_call_says_that_all_is_complete_and_others_are_refused(made, known, tmp_path):
-    before, said = shards(made), []
-    found = call(known / "a.jsonl", made, known, say=said.append)
-    assert said == [f"{made} is complete already"] and shards(made) == before
-    assert str(made) in str(found)
-    with pytest.raises(UserError, match=r"another column \(text, now body\), shard_tokens \(5000, now 6000\): name"):
-        call(known / "a.jsonl", made, known, shard_tokens=6000, column="body")
-    begun = found.to_json()["index"] | {"at": [0, 7, 0], "open": {"train": []}}  # as version 0.2.0 left it
-    (tmp_path / "index.json").write_text(json.dumps(begun))
-    with pytest.raises(UserError, match=r"with another version of jaxgpt: name another --out, or delete it"):
-        call(known / "a.jsonl", tmp_path, known)
-
-
 def test_a_damaged_shard_is_told_before_training(made, tmp_path, known):
     call(known / "a.jsonl", out := tmp_path / "out", known)
     flip(out / "train_000001.bin", 8 * 1030)
@@ -224,22 +209,6 @@ def test_a_damaged_shard_is_told_before_training(made, tmp_path, known):
         path.unlink()
     with pytest.raises(UserError, match=r"val_00000\d.bin is missing|train_000001.bin is not"):
         open_data(DataConfig(path=str(out)), block_size=8)
-
-
-def test_a_full_disk_is_one_line_and_the_same_call_goes_on(made, known, tmp_path, monkeypatch):
-    monkeypatch.setattr(chapter, "PIECE", 10_000)
-    real, calls = os.fsync, itertools.count()
-
-    def full(handle):
-        if next(calls) == 9:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(handle)
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"cannot write into .*: No space left on device. Make room: the same command"):
-        call(known / "a.jsonl", tmp_path / "out", known)
-    call(known / "a.jsonl", tmp_path / "out", known)
-    assert shards(tmp_path / "out") == shards(made)
 
 
 LINE = b'{"text": "abc"}\n'

@@ -151,9 +151,6 @@ HALF = TURN.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgen
         (HALF.replace("{{ m.c", "<|start|> {{ m.c").replace("<|im_end|>", "{{ eos_token }}"), "</s>", "outside"),
         (HALF.replace("{% endgeneration %}<|im_end|>", "<|im_end|>{% endgeneration %}"), "<|im_end|>", None),
         (TURN.replace("<|im_end|>", ""), None, "writes no special token behind an answer"),
-        (TURN.replace("<|im_end|>", " END"), None, "writes no special token behind an answer"),
-        (HALF.replace("<|im_end|>", "###"), None, "writes no special token behind an answer"),
-        (TURN.replace("{{ m.content }}", "{{ m.content | upper }}"), "<|im_end|>", None),
         (TURN.replace("{{ m.content }}", "{{ m.content | trim }}"), "<|im_end|>", None),
         (TURN.replace("<|im_end|>", ETX), ETX, None),
     ],
@@ -215,17 +212,13 @@ FAST, BOS = {"tokenizer_class": "PreTrainedTokenizerFast"}, {"bos_token": "<s>"}
 PLACES = {  # files -> what bos_token is, and whether a warning says that nothing defines it
     "the configuration": ({"tokenizer_config": FAST | BOS}, "<s>", False),
     "the map": ({"tokenizer_config": FAST, "special_tokens_map": {"bos_token": {"content": "<s>"}}}, "<s>", False),
-    "the map, which wins": ({"tokenizer_config": {"bos_token": "</s>"}, "special_tokens_map": BOS}, "<s>", False),
     "the configuration, which wins where it lists its tokens": (
         {"tokenizer_config": FAST | BOS | {"added_tokens_decoder": {}}, "special_tokens_map": {"bos_token": "</s>"}},
         "<s>",
         False,
     ),
-    "the map alone": ({"special_tokens_map": BOS}, "<s>", False),
     "an id of the model": ({"tokenizer_config": FAST, "config": {"bos_token_id": 0}}, "<s>", False),
     "an id in an imported run": ({"hf/config": {"bos_token_id": [0, 1]}}, "<s>", False),
-    "an id that it lacks": ({"config": {"bos_token_id": 10**6}}, "", True),
-    "none, by intent": ({"tokenizer_config": {"bos_token": None}, "config": {"bos_token_id": 0}}, "", False),
     "nothing": ({}, "", True),
 }
 

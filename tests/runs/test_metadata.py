@@ -96,26 +96,6 @@ def test_a_run_of_other_hardware_is_resumed_bit_for_bit(trained, moved, capsys):
     assert "float32, plain attention instead of cudnn (the device is cpu)" in told
 
 
-def test_what_is_asked_for_now_is_taken_or_refused(moved):
-    run = moved()
-    given = read_metadata(run).given
-
-    def again(**groups):
-        changed = {name: dataclasses.replace(getattr(given, name), **values) for name, values in groups.items()}
-        return fit(dataclasses.replace(given, **changed), run, progress=False)
-
-    for message, groups in (
-        ("train.attention=cudnn is not available here: the device is cpu", dict(train={"attention": "cudnn"})),
-        ("does not make the 1 devices", dict(parallel={"strategy": "mesh", "fsdp": 2})),
-        ("another configuration: train.eval_tokens None -> 8", dict(train={"eval_tokens": 8})),
-        ("another configuration: optim.warmup_steps 2 -> 3", dict(optim={"warmup_steps": 3})),
-    ):
-        with pytest.raises(UserError, match=message):
-            again(**groups)
-    again(optim={"warmup_steps": None})  # not named: as it was begun
-    again(train={"attention": "xla", "dtype": "bfloat16"}, optim={"max_skipped": 3}, parallel={"micro_batch_size": 2})
-
-
 def test_every_field_decides_or_is_said_not_to():
     """A new field is to be put where it belongs: here, or into CHANGEABLE."""
     groups = {"data": DataConfig, "optim": OptimConfig, "train": TrainConfig, "lora": LoraConfig}

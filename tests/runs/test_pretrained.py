@@ -215,32 +215,6 @@ def test_adapters_learn_on_int8_matrices(source, text_file, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_started_from_is_told(source, exported, tuned, text_file, tmp_path):
-    def refused(message, init_from=source.directory, run_dir=tmp_path / "run", **fields):
-        with pytest.raises(UserError, match=message):
-            fit(dataclasses.replace(tuning(text_file, init_from), **fields), run_dir, progress=False)
-        assert not (tmp_path / "run").exists()
-
-    refused("no directory at .*nowhere", tmp_path / "nowhere")
-    lora = LoraConfig(rank=1, targets=("w", "c_gate"))
-    refused(r"lora.targets has w, c_gate: give some of c_fc, c_proj, k, q, v", lora=lora)
-    refused("lora.rank=8: needs less than 8, the full rank of h_0/attn/q", lora=LoraConfig(rank=8))
-    other = tmp_path / "other.txt"
-    other.write_text("ñandú " * 500)
-    refused("'ñ'|'\\\\xf1'", data=dataclasses.replace(tuning(text_file, "x").data, path=str(other)))
-    refused(r"lora.rank 2 -> 3", run_dir=tuned.directory, lora=dataclasses.replace(LORA, rank=3))
-    with pytest.raises(
-        UserError, match="lora.rank=2 trains adapters of weights that are there: name them with --train"
-    ):
-        dataclasses.replace(tiny_experiment(text_file), lora=LORA)
-    with pytest.raises(UserError, match="another configuration: train.init_from"):
-        fresh = dataclasses.replace(tuned.experiment.train, init_from=None)
-        fit(dataclasses.replace(tuned.experiment, train=fresh, lora=LoraConfig()), tuned.directory)
-    import_model(str(exported), tmp_path / "imported")
-    refused("start from this one with --train.init-from", run_dir=tmp_path / "imported")
-
-
-@pytest.mark.slow
 def test_adapters_without_their_base_are_told(source, tuned, tmp_path):
     base, run = tmp_path / "base", tmp_path / "run"
     shutil.copytree(tuned.directory, run)
