@@ -116,12 +116,12 @@ def read_mixture(path: str | None) -> dict[str, float]:
             raise UserError(f'{path}: give an object of sources and weights, such as {{"a.txt": 0.7, "b.txt": 0.3}}')
         pairs = [(name if "://" in name else str(Path(path).parent / name), w) for name, w in values.items()]
     else:
-        found = {part: WEIGHTED.fullmatch(part) for part in path.split(",")}
-        if not any(found.values()):
+        found = [WEIGHTED.fullmatch(part) for part in path.split(",")]
+        if not any(found):
             return {}
-        if bare := [part for part, match in found.items() if match is None]:
-            raise UserError(f"data.path={path}: {short(bare[0])} has no weight; a mixture is a:0.7,b:0.3")
-        pairs = [(match[1], float(match[2])) for part in path.split(",") if (match := found[part])]
+        pairs = [(match[1], float(match[2])) for match in found if match is not None]
+        if len(pairs) < len(found):
+            raise UserError(f"data.path={path}: each source needs a weight; a mixture is a:0.7,b:0.3")
     weights = {name: check_value(f"the weight of {name}", weight, PositiveFloat) for name, weight in pairs}
     total = math.fsum(weights.values())
     repaired = ",".join(f"{name}:{weight / total:.4g}" for name, weight in weights.items())

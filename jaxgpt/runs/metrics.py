@@ -101,16 +101,12 @@ def plot_losses(lines: Sequence[dict[str, Any]], path: Path, title: str) -> None
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot(title=title, xlabel="optimiser step", ylabel="loss")
     if train:
-        axes.plot(*zip(*train, strict=True), color="#9ecae1", linewidth=1, label="training, one batch")
+        axes.plot(*zip(*train, strict=True), color="#9ecae1", label="training, one batch")
     if val:
-        best_step, best = min(val, key=lambda point: point[1])
-        dark = "#08519c"
-        axes.plot(*zip(*val, strict=True), color=dark, linewidth=2, marker="o", markersize=3, label="validation")
-        text = {"xytext": (0, -14), "textcoords": "offset points", "ha": "center"}
-        axes.annotate(f"{best:.3f}", (best_step, best), color=dark, **text)
-    axes.margins(y=0.12)  # room for the number below the lowest point
+        best = min(loss for _, loss in val)
+        label = f"validation, best {best:.3f}"
+        axes.plot(*zip(*val, strict=True), color="#08519c", marker="o", label=label)
     axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     with open_whole(path) as f:
         figure.savefig(f, format="png", dpi=130)

@@ -171,7 +171,7 @@ def test_a_mixture_is_spelled_in_words_in_a_string_and_in_a_file(tmp_path):
     ("path", "said"),
     [
         ("a:7,b:3", r"sum to 10, needed 1: such as a:0\.7,b:0\.3\Z"),
-        ("a:0.7,b", "'b' has no weight"),
+        ("a:0.7,b", "each source needs a weight"),
         ("a.jsonl:0.5,b:0.5", "a.jsonl cannot be in a mixture"),
         ("word-mixture.json", "the weight of a='much': needs a number"),
     ],
