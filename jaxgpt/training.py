@@ -81,7 +81,7 @@ def fit(
         fresh: move an old run aside and start over.
         extend: whether a run may go on to more steps. None means unless its learning rate would rise.
         trust_code: resume a run with its own copy of its classes' code.
-        progress: show a live bar on a terminal, or lines elsewhere.
+        progress: show lines about the progress.
         setup: call `configure_jax` first. False leaves the process as it is.
         callbacks: functions that take each line of metrics.jsonl, and {"step": N, "saved": N} for a
             checkpoint, in every process.

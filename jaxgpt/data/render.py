@@ -5,7 +5,7 @@ Templates are untrusted programs. Jinja's sandbox keeps them from files and impo
 process, by an alarm that nothing handles, and the limit of memory is the process's own.
 
 Each line of standard input is a request in JSON, `[source, variables, seconds]`, and gets a line of JSON: `{"text": ...}`,
-with OPEN and CLOSE around {% generation %} blocks, or `{"error": ...}`. Variables of null only compile the template.
+with OPEN and CLOSE around {% generation %} blocks, or `{"error": ...}`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def make_environment() -> Any:
     return environment
 
 
-def answer(compile_source: Callable[[str], Any], source: str, variables: dict[str, Any] | None) -> dict[str, str]:
+def answer(compile_source: Callable[[str], Any], source: str, variables: dict[str, Any]) -> dict[str, str]:
     """Return the answer to a request. An untrusted program may raise anything."""
     try:
         template = compile_source(source)
@@ -71,7 +71,7 @@ def answer(compile_source: Callable[[str], Any], source: str, variables: dict[st
         return {"error": f"is not a Jinja template{line}: {str(e)[:300]}. Repair it, or give another"}
     text = io.StringIO()
     try:
-        for piece in () if variables is None else template.generate(**variables):
+        for piece in template.generate(**variables):
             text.write(piece)
             if text.tell() > LONGEST_TEXT:
                 return {"error": f"writes more than {LONGEST_TEXT:,} characters: it cannot be used"}

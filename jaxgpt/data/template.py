@@ -162,10 +162,10 @@ def start_renderer() -> Any:
     return subprocess.Popen([sys.executable, "-P", render.__file__], text=True, start_new_session=True, **pipes)
 
 
-def render_template(source: str, variables: dict[str, Any] | None) -> str:
+def render_template(source: str, variables: dict[str, Any]) -> str:
     """Return the text of a template, with OPEN and CLOSE around {% generation %} blocks. See `render.py`.
 
-    No variables check only that the source is a template. Raises `UserError` if the template fails.
+    Raises `UserError` if the template fails.
     """
     if importlib.util.find_spec("jinja2") is None:
         raise UserError("this tokenizer's chat template needs jinja2: python -m pip install 'jaxgpt[chat]'")
@@ -300,7 +300,6 @@ def find_template(tokenizer: Tokenizer, directory: Path | None, *, is_own: bool 
             raise UserError(
                 f"the chat_template in {directory} is damaged: it must be a text, or a list with one named default"
             )
-        render_template(text, None)  # raises `UserError` for what is not a template
     tokens = _spell(values)
     if not is_own:
         used = re.findall(r"\b[a-z]+_token\b", source + tool_source)

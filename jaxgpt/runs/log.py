@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from jaxgpt.errors import shell_line
 from jaxgpt.experiment import Experiment
 from jaxgpt.parallel import multihost
@@ -26,9 +23,9 @@ FIRST = ("loss", "grad_norm", "learning_rate")  # the metrics that every line ha
 
 
 class RunLog:
-    """Write the lines of metrics.jsonl, and display them on stderr.
+    """Write the lines of metrics.jsonl, and display the last values on stderr.
 
-    On a terminal a live bar shows the last values. Elsewhere they are a line after each validation or QUIET seconds.
+    They are displayed after each validation, and after QUIET seconds without a line.
     """
 
     def __init__(
@@ -57,18 +54,6 @@ class RunLog:
         self._values = dict.fromkeys(("loss", "val", "rate"), "")  # the last ones, formatted
         self._show, self._began = show, time.monotonic()
         self._said = self._began  # when a line was displayed last
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._bar = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[values]}"),
-            TimeRemainingColumn(compact=True),
-            console=self._console,
-            disable=not (show and sys.stderr is not None and sys.stderr.isatty()),
-        )
-        self._task = self._bar.add_task("", total=self._config.steps, completed=start, values="compiling")
-        self._bar.start()  # last: once shown, the bar must be closed
 
     def log_step(self, step: int, metrics: Metrics) -> None:
         """Record why a step was skipped, or every `train.log_every` steps the metrics of one."""
@@ -111,10 +96,9 @@ class RunLog:
         self._display(step, is_due=True)
 
     def _display(self, step: int, *, is_due: bool) -> None:
-        """Show the last values in the bar, or without one in a line if it is due."""
-        values = " · ".join(value for value in self._values.values() if value)
-        self._bar.update(self._task, completed=step, values=values)
-        if self._bar.disable and is_due:
+        """Display the last values, if a line is due."""
+        if is_due:
+            values = " · ".join(value for value in self._values.values() if value)
             steps = self._config.steps
             left = int((time.monotonic() - self._began) / max(1, step - self._start) * (steps - step))
             self.say(f"step {step}/{steps} · {values} · {left // 60}:{left % 60:02d} left")
@@ -129,14 +113,13 @@ class RunLog:
             callback(line)
 
     def say(self, text: str) -> None:
-        """Display a line of text, above the bar."""
+        """Display a line of text."""
         self._said = time.monotonic()
         if self._show:
-            self._console.print(text, markup=False)
+            print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Remove the bar, close the file and plot its losses."""
-        self._bar.stop()
+        """Close the file and plot its losses."""
         self._file.close()
         if multihost.is_process_0():
             with contextlib.suppress(OSError):  # a full disk is reported otherwise

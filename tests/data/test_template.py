@@ -201,7 +201,7 @@ def test_templates_lie_beside_the_tokenizer(tmp_path):
     assert found("older").source == "newer"
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(UserError, match="not a Jinja template, line 1"):
-        found("older")
+        found("older").write(user("x"))
     (tmp_path / "chat_template.jinja").unlink()
     for bad in (3, [{"name": "rag", "template": "x"}, {"name": "default"}], "\ufdd0"):
         with pytest.raises(UserError, match="is damaged: it must be a text"):
