@@ -431,7 +431,7 @@ def open_training(
     if dataset.roll_out is not None and multihost.is_multiprocess():
         raise UserError(f"{data_class} draws its rows from the model, in one process: start only one")
     resolved = dataclasses.replace(resolved, model=resolve_vocab(resolved.model, dataset.tokenizer))
-    with checks.watch_own_modules(resolved):
+    with checks.blame_own_classes(resolved):
         trainer = make_trainer(resolved, recorded=None if recorded is None else recorded.given)
     width = resolved.model.block_size * resolved.model.n_embd
     activation = trainer.split.micro_batch_size * width * 2  # bytes of a single one

@@ -7,20 +7,18 @@ import dataclasses
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import linen as nn
 
 from jaxgpt.batch import Batch
 from jaxgpt.errors import UserError, first_line
 from jaxgpt.experiment import Experiment
 from jaxgpt.loss import ObjectiveConfig
-from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.limits import count_parameters
 from jaxgpt.runs.code import find_place, own_classes, place_of
 
@@ -31,11 +29,10 @@ DIFFERS = 1e-4  # relative to the largest value: far more than rounding
 
 
 @contextlib.contextmanager
-def blame_own_classes(config: Any, method: Any = None, failed: Sequence[nn.Module] = ()) -> Iterator[None]:
+def blame_own_classes(config: Any, method: Any = None) -> Iterator[None]:
     """Turn an exception into a `UserError` with the user's file and line, if there are own classes.
 
     method: what is to blame. None means the configuration's own classes.
-    failed: modules that the exception went through, from the innermost on.
     """
     own = list(own_classes(config))
     try:
@@ -43,46 +40,14 @@ def blame_own_classes(config: Any, method: Any = None, failed: Sequence[nn.Modul
     except Exception as e:
         if not own:
             raise
-        place = find_place(e)
+        place = find_place(e, own)
         if isinstance(e, UserError):
             if not place or PLACED.match(str(e)):
                 raise
             raise UserError(f"{place}{e}") from e
-        # A model is to blame for what its modules raise, and another class for the rest.
-        own.sort(key=lambda cls: issubclass(cls, GPTConfig) != bool(failed))
         names = method.__qualname__ if method is not None else ", ".join(cls.__name__ for cls in own)
         place = place or place_of(own[0] if method is None else method)
-        module = f" (in {'/'.join(failed[0].path)})" if failed and failed[0].path else ""
-        raise UserError(f"{place}{names}: {type(e).__name__}: {first_line(e)}{module}") from e
-
-
-@contextlib.contextmanager
-def watch_own_modules(experiment: Experiment) -> Iterator[None]:
-    """Do as `blame_own_classes` while modules are traced, and refuse outputs of another shape."""
-    failed: list[nn.Module] = []
-
-    def watch(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
-        module, x = context.module, getattr(args[0], "shape", ()) if args else ()
-        try:
-            out = call(*args, **kwargs)
-        except Exception:
-            failed.append(module)
-            raise
-        # What jaxgpt's modules call are blocks, layers and norms of the residual stream, and embeddings.
-        is_piece = _is_ours(module.parent) and not _is_ours(module) and context.method_name == "__call__"
-        if is_piece and len(x) == 3 and getattr(out, "shape", None) != x:  # not an embedding
-            kind, got = type(module), list(getattr(out, "shape", ())) or type(out).__name__
-            place = place_of(kind) or place_of(type(experiment.model))
-            said = f"{kind.__name__} (in {'/'.join(module.path)}) returns {got} for {list(x)}"
-            raise UserError(f"{place}{said}: it must return the shape of its input")
-        return out
-
-    with blame_own_classes(experiment, failed=failed), nn.intercept_methods(watch):
-        yield
-
-
-def _is_ours(module: Any) -> bool:
-    return type(module).__module__.startswith("jaxgpt.")
+        raise UserError(f"{place}{names}: {type(e).__name__}: {first_line(e)}") from e
 
 
 def check_model(experiment: Experiment, batch: Batch) -> None:
@@ -122,7 +87,7 @@ def check_model(experiment: Experiment, batch: Batch) -> None:
 
     # On CPU without optimisations, which would take longer than they save.
     options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    with watch_own_modules(experiment):
+    with blame_own_classes(experiment):
         differs, flags = jax.jit(read, compiler_options=options)(jax.random.key(0))
     if not bool(differs):
         return

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +98,18 @@ def _is_own_file(file: str) -> bool:
     return not (is_made or INSTALLED & {*path.parts} or any(map(path.is_relative_to, NOT_OWN)))
 
 
-def find_place(e: BaseException) -> str:
-    """Return "FILE:LINE: " of the user's innermost frame that an exception went through, or ""."""
-    frames = reversed(traceback.extract_tb(e.__traceback__))
-    own = (frame for frame in frames if _is_own_file(frame.filename))
-    return next((f"{frame.filename}:{frame.lineno}: " for frame in own), "")
+def find_place(e: BaseException, classes: Sequence[type] = ()) -> str:
+    """Return "FILE:LINE: " of the user's innermost frame that an exception went through, or "".
+
+    classes: look in the folders of their files only.
+    """
+    files = [getattr(sys.modules.get(cls.__module__), "__file__", None) or "" for cls in classes]
+    folders = [Path(file).resolve().parent for file in files]
+    for frame in reversed(traceback.extract_tb(e.__traceback__)):
+        is_near = not classes or Path(frame.filename).resolve().parent in folders
+        if is_near and _is_own_file(frame.filename):
+            return f"{frame.filename}:{frame.lineno}: "
+    return ""
 
 
 def place_of(owner: Any) -> str:
