@@ -36,7 +36,7 @@ from jaxgpt.data.tokenizer import (
     train_bpe,
 )
 from jaxgpt.errors import UserError
-from jaxgpt.files import cache_directory, is_there, json_sha256, make_cache, read_json, sha256, write_whole
+from jaxgpt.files import cache_directory, is_there, make_cache, read_json, sha256, write_whole
 from jaxgpt.model import GPTConfig
 
 LOG = logging.getLogger(__name__)
@@ -437,8 +437,7 @@ def read_entry(directory: Path) -> Entry | None:
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # and so `UserError`
         record, tokenizer = _read_record(directory), load_tokenizer(directory / "tokenizer.json")
         arrays, about = _open_arrays(directory, record, tokenizer), record["about"]
-        is_counted = record.get("about_sha256") in (None, json_sha256(about))  # a meta.json has no digest of all
-        if is_counted and _describe(arrays, tokenizer) == record["fingerprint"]:
+        if _describe(arrays, tokenizer) == record["fingerprint"]:
             return arrays, tokenizer, record["fingerprint"], about
     LOG.warning("the cached tokens in %s are damaged: encoding the text again", directory)
     return None

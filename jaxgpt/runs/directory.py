@@ -257,8 +257,8 @@ def read_metadata(directory: Path, *, trust_code: bool = False) -> RunMetadata:
     record = read_json(path, LARGEST_METADATA)
     found = record.get("format") if isinstance(record, dict) else None
     if found != FORMAT:
-        why = "its checkpoints have no manifests" if found == 1 else "was it written by a newer version?"
-        raise UserError(f"{path} has format {short(found)}, this jaxgpt reads {FORMAT}: {why}")
+        said = f"{path} has format {short(found)}, this jaxgpt reads {FORMAT}"
+        raise UserError(f"{said}: was it written by another version?")
     digest = record.pop("sha256", None)  # older versions wrote none
     if digest is not None and digest != json_sha256(record):
         remedy = 'Restore a copy, or, if you have changed it yourself, delete its "sha256"'

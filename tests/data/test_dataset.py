@@ -14,7 +14,6 @@ from jaxgpt.data.dataset import DataConfig, encode_whole, open_data
 from jaxgpt.data.shards import read_index
 from jaxgpt.data.tokenizer import ByteTokenizer, train_bpe
 from jaxgpt.errors import UserError
-from jaxgpt.files import json_sha256
 from tests.conftest import TEXT
 from tests.helpers import chat_file, sentencepiece
 
@@ -163,8 +162,7 @@ def write_as_before(directory):
         (directory / f"{shard['file'][:-11]}.bin").write_bytes(file.read_bytes()[1024:])
         file.unlink()
     (directory / "index.json").unlink()
-    about = index["about"]
-    meta = {"fingerprint": index["fingerprint"], "about": about, "about_sha256": json_sha256(about)}
+    meta = {"fingerprint": index["fingerprint"], "about": index["about"]}
     (directory / "meta.json").write_text(json.dumps(meta))
 
 
