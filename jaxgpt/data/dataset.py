@@ -96,9 +96,9 @@ class DataConfig(Checked):
         The split is by position: the last `val_fraction` of the characters of each file is held out. If .bin files have
         none for validation, a fraction of their tokens is held out. Conversations are split by their number.
 
-        known: the fingerprint that a run to resume has recorded. Unless `path` names an existing file, cached tokens with
-        this fingerprint are used instead of the text, and nothing is downloaded. Raises `UserError` without text, or for a
-        split below one window.
+        known: the fingerprint that a run to resume has recorded. Unless `path` names an existing
+        file, cached tokens with it are used, and nothing is downloaded. Raises `UserError` without
+        text, or for a split below one window.
         """
         return open_data(self, block_size=model.block_size, vocab_size=model.vocab_size, known=known)
 
@@ -411,14 +411,14 @@ def _entry(spec: dict[str, Any]) -> Path:
 
 
 def _find_entry(known: dict[str, Any], is_packed: bool) -> Entry | None:
-    """Return the undamaged entry with a known fingerprint, if any, whatever it was made from."""
+    """Return the entry with a known fingerprint, if it is undamaged, whatever it was made from."""
     for tokenizer in sorted((cache_directory() / "tokens").glob("*/tokenizer.json")):
         # It may be of an earlier version, damaged, or just being written.
         with contextlib.suppress(UserError, LookupError, TypeError):
             made_of = _read_record(tokenizer.parent)["fingerprint"]
-            is_it = ("train_ends_sha256" in made_of) == is_packed and made_of.items() <= known.items()
-            if is_it and (entry := read_entry(tokenizer.parent)) is not None:
-                return entry
+            is_known = made_of.items() <= known.items()
+            if is_known and ("train_ends_sha256" in made_of) == is_packed:
+                return read_entry(tokenizer.parent)
     return None
 
 

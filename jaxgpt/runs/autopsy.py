@@ -32,7 +32,6 @@ class NonFiniteReport:
     first: str | None  # what made the first non-finite value of finite ones. None means that nothing did
     parameter_norms: dict[str, float]  # by layer
     gradient_norms: dict[str, float]  # by layer, of the mean loss
-    bad_parameters: tuple[str, ...]  # paths of those with non-finite values: h_0/mlp/c_fc/kernel
 
 
 @contextlib.contextmanager
@@ -103,14 +102,7 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
     gradient_norms = _norms(jax.tree.map(lambda x: x / max(targets, 1.0), total))
     if first is None and not np.isfinite([*gradient_norms.values()]).all():
         first = "the backward pass; the forward pass is finite"
-    flat = jax.tree.leaves_with_path(params)
-    bad = [path for path, x in flat if not np.isfinite(np.asarray(x)).all()]
-    return NonFiniteReport(
-        first=first,
-        parameter_norms=_norms(params),
-        gradient_norms=gradient_norms,
-        bad_parameters=tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path in bad),
-    )
+    return NonFiniteReport(first=first, parameter_norms=_norms(params), gradient_norms=gradient_norms)
 
 
 def _norms(tree: Any) -> dict[str, float]:
@@ -122,11 +114,9 @@ def _norms(tree: Any) -> dict[str, float]:
 
 def format_report(found: NonFiniteReport) -> str:
     """Format a report as lines of text."""
-    bad = ", ".join(found.bad_parameters[:8]) + " and more" * (len(found.bad_parameters) > 8)
     width = max(len(name) for name in found.parameter_norms)
     lines = [
         f"first not finite: {found.first or 'nothing: the step is finite when repeated'}",
-        f"parameters that are not finite: {bad or 'none'}",
         f"{'norm of':<{width}}  {'parameters':>10}  {'gradient':>10}",
     ]
     for name, norm in found.parameter_norms.items():

@@ -48,7 +48,7 @@ def is_run(directory: Path) -> bool:
 
 
 def is_resumable(directory: Path, fresh: bool) -> bool:
-    """Return whether to resume the run in a directory. Raises `UserError` for one with something else in it.
+    """Return whether to resume the run in a directory. Raises `UserError` if something else is there.
 
     What has a lock and no experiment.json was killed as it began, and is written anew.
     """
