@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import filelock
 
-from jaxgpt.errors import UserError, reason_of, shell_line
+from jaxgpt.errors import UserError, reason_of
 from jaxgpt.files import (
     cache_directory,
     is_there,
@@ -106,12 +106,10 @@ def find_user_files(path: str) -> list[Path]:
         raise UserError(f"no file or folder at {root}: {takes}")
     if not root.is_dir():
         open_file(root).close()
-        if re.fullmatch(r".*\.(parquet|(txt|jsonl)\.(gz|zst))", root.name):
-            raise UserError(f"{root} is no plain text: {advise_prepare(root)}")
         return [root]
     files = sorted(p for p in root.rglob("*.txt") if p.is_file())
     if not files:
-        raise UserError(f"{root} has no .txt files: {takes}. Of .jsonl and .parquet files, {advise_prepare(root)}")
+        raise UserError(f"{root} has no .txt files: {takes}, as jaxgpt prepare makes of other files")
     return files
 
 
@@ -121,12 +119,6 @@ def find_copy(url: str) -> Path:
     folder = cache_directory() / "remote" / f"{re.sub(r'[^A-Za-z0-9.-]+', '_', url)[:80]}-{digest}"
     name = url.rpartition("/")[2]
     return folder / name if name and (folder / name).is_file() else folder
-
-
-def advise_prepare(path: str | Path) -> str:
-    """Return the commands that train on the texts of a file, for a message."""
-    line = shell_line("jaxgpt", "prepare", path, "--out", "tokens", "--tokenizer", "bpe:4096")
-    return f"make tokens with `{line}`, and train with --data.path tokens"
 
 
 def fetch(url: str) -> Path:
@@ -212,8 +204,6 @@ def _download(name: str, corpus: Corpus, path: Path) -> None:
     try:
         with urllib.request.urlopen(corpus.url, timeout=60.0) as response:  # seconds without data
             raw = response.read(LARGEST)
-            if response.length:  # bytes that did not arrive
-                raise http.client.IncompleteRead(raw, response.length)
         text = corpus.clean(raw.decode("utf-8"))
     except (OSError, http.client.HTTPException, UnicodeDecodeError) as e:  # URLError is an OSError
         if isinstance(e, urllib.error.HTTPError):
