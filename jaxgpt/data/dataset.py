@@ -76,11 +76,6 @@ class DataConfig(Checked):
         return None if self.tokenizer in ("char", "byte", "bpe", "ids") else self.tokenizer
 
     @property
-    def template_directory(self) -> Path | None:
-        """The directory that may hold the tokenizer's own chat template."""
-        return None if self.tokenizer_file is None else Path(self.tokenizer_file).parent
-
-    @property
     def is_chat(self) -> bool:
         """Return whether each line is a conversation, a JSON object with a list of "messages"."""
         return (self.path or self.corpus).endswith(".jsonl")
@@ -324,11 +319,11 @@ def _open_conversations(config: DataConfig, entry: Entry, block_size: int) -> Da
             )
     if tokenizer.prefix:
         made_of["prefix"] = list(tokenizer.prefix)
-    template = chat.find_template(tokenizer, config.template_directory)
+    template = _find_template(config, tokenizer)
     made_of["template_sha256"] = chat.fingerprint(template)
     counts = f"{len(train.lengths):,} training and {len(val.lengths):,} validation conversations"
     notes = [f"{counts}, in rows of {block_size} tokens that are {train.filled:.1%} full"]
-    if config.template_directory is not None and isinstance(template, chat.Turns):
+    if config.tokenizer_file is not None and isinstance(template, chat.Turns):
         turn = f"{template.before.format(role='user', Role='User')}...{template.end}"
         notes.append(f"the tokenizer has no chat template: a turn is written as {turn!r}")
     shortened, left_out = train.shortened + val.shortened, train.left_out + val.left_out
@@ -348,6 +343,13 @@ def _open_conversations(config: DataConfig, entry: Entry, block_size: int) -> Da
     )
 
 
+def _find_template(config: DataConfig, tokenizer: Tokenizer) -> Any:
+    from jaxgpt.data.template import find_template
+
+    file = config.tokenizer_file
+    return find_template(tokenizer, None if file is None else Path(file).parent)
+
+
 def _encode_conversations(config: DataConfig) -> Entry:
     """Return the cache entry of a file of conversations, which is encoded if there is none."""
     from jaxgpt.data import template as chat
@@ -362,7 +364,7 @@ def _encode_conversations(config: DataConfig) -> Entry:
     spec["tokenizer"] = name if tokenizer is None else fingerprint(tokenizer)
     spec |= {"bpe_vocab_size": config.bpe_vocab_size} if name == "bpe" else {}
     if tokenizer is not None:
-        spec["template"] = chat.fingerprint(chat.find_template(tokenizer, config.template_directory))
+        spec["template"] = chat.fingerprint(_find_template(config, tokenizer))
     if (entry := read_entry(_entry(spec))) is not None:
         return entry
 
@@ -382,7 +384,7 @@ def _encode_conversations(config: DataConfig) -> Entry:
         tokenizer = CharTokenizer(alphabet | set(chat.list_plain_characters()))
     elif tokenizer is None:
         tokenizer = train_bpe(itertools.chain.from_iterable(itertools.islice(read(), train)), config.bpe_vocab_size)
-    encoded = encode_all(path, tokenizer, chat.find_template(tokenizer, config.template_directory))
+    encoded = encode_all(path, tokenizer, _find_template(config, tokenizer))
 
     def split() -> Iterator[dict[str, np.ndarray]]:
         ends = dict.fromkeys(SPLITS, 0)
