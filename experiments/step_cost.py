@@ -39,8 +39,8 @@ from jaxgpt.batch import Batch
 from jaxgpt.experiment import Experiment, ParallelConfig, TrainConfig
 from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.jax_setup import keep_freed_memory, return_freed_memory
+from jaxgpt.parallel.limits import train_flops_per_token
 from jaxgpt.parallel.trainer import make_trainer
-from jaxgpt.tools.plan.hlo import read_program
 from jaxgpt.tools.plan.plan import memory_of_program
 
 DIMENSIONS = ("depth", "width", "context", "batch")
@@ -65,7 +65,7 @@ class Point:
     width: int
     context: int
     batch: int
-    flops: float = 0.0  # in the products of one step
+    flops: float = 0.0  # of one step, by the reference's formula
     memory: int = 0  # bytes, as estimated by the compiler
     peak: int | None = None  # bytes, measured; None: unknown
     seconds: float = 0.0  # per step, median of the rounds
@@ -97,7 +97,9 @@ class Prepared:
         strategy = self.trainer.strategy
         key = jax.random.key(1)
         self.compiled = self.trainer.lower().compile()
-        point.flops, point.memory = read_program(self.compiled.as_text()).flops, memory_of_program(self.compiled)
+        parameters, _ = self.trainer.parameters
+        point.flops = train_flops_per_token(model, parameters) * point.batch * point.context
+        point.memory = memory_of_program(self.compiled)
         tokens = np.random.default_rng(0).integers(0, 65, (point.batch, point.context + 1)).astype(np.int32)
         self.batch = strategy.shard_batch(Batch(tokens[:, :-1], tokens[:, 1:]))
         self.key, self.state, self.steps = key, None, 1

@@ -13,8 +13,11 @@ import math
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from jaxgpt.cli.console import report_errors
 from jaxgpt.cli.experiment_file import load_experiment
@@ -24,17 +27,15 @@ from jaxgpt.files import Result
 from jaxgpt.parallel.jax_setup import all_devices, configure_jax
 from jaxgpt.parallel.limits import PEAKS
 from jaxgpt.parallel.trainer import make_trainer
-from jaxgpt.tools.plan.hlo import (
-    BOOKKEEPING,
-    COLLECTIVES,
-    Computation,
-    Instruction,
-    count_flops,
-    iter_executions,
-    parse_hlo,
-)
 from jaxgpt.tools.plan.topology import topology_devices
 
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+# Custom calls that compute nothing.
+BOOKKEEPING = {"AllocateBuffer", "ConcatBitcast", "AsyncCollectiveStart", "AsyncCollectiveDone"}
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)")
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 # If they are fused, only the elements that are used count.
 VIEWS = {"bitcast", "reshape", "convert", "copy", "transpose"}
 FREE = {  # no traffic of their own. What they call is counted separately
@@ -52,6 +53,181 @@ KERNELS = {
     "Triton fusion": r'"kind": ?"__triton"',
     "Pallas": r'custom_call_target="(tpu_custom_call|__gpu\$xla\.gpu\.triton|mosaic_gpu\w*)"',
 }
+
+
+class Array(NamedTuple):
+    """Type and location of an array in the program."""
+
+    bits: int  # bits of one element
+    dims: tuple[int, ...]
+    on_chip: bool  # in a TPU's VMEM instead of main memory
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of all elements."""
+        return -(-self.bits * math.prod(self.dims) // 8)
+
+
+@dataclasses.dataclass(eq=False)
+class Computation:
+    """A function of the program: the entry, the body of a loop, a fusion."""
+
+    name: str
+    instructions: dict[str, "Instruction"] = dataclasses.field(default_factory=dict)
+
+    @property
+    def root(self) -> "Instruction":
+        """Return the instruction that gives the result of the computation."""
+        return next(x for x in self.instructions.values() if x.is_root)
+
+
+@dataclasses.dataclass(eq=False)
+class Instruction:
+    """One instruction of a computation, linked to the instructions that it reads."""
+
+    within: Computation
+    op: str
+    arrays: tuple[Array, ...]  # the result, flattened if it is a tuple
+    inputs: list["Instruction"]
+    called: list[Computation]
+    text: str  # operands and attributes
+    is_root: bool
+
+    @property
+    def kind(self) -> str:
+        """Return the operation, without the suffix of an asynchronous start."""
+        return self.op.removesuffix("-start")
+
+    def attribute(self, pattern: str) -> str:
+        """Return what the first group of a pattern matches, or an empty string."""
+        match = re.search(pattern, self.text)
+        return match[1] if match else ""
+
+
+def parse_hlo(text: str) -> Computation:
+    """Parse the text of a program and return its entry. Callees come first. Other lines continue an instruction."""
+    bodies: dict[str, list[str]] = {}
+    entry, body = "", []
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            body = bodies[header[2]] = []
+            entry = header[2] if header[1] else entry
+        elif _INSTRUCTION.match(line):
+            body.append(line)
+        elif body and line != "}":
+            body[-1] += line
+
+    on_tpu = ":T(" in text  # tiled layouts. Elsewhere S(1) is main memory
+    computations = {name: Computation(name) for name in bodies}
+    for name, within in computations.items():
+        for match in map(_INSTRUCTION.match, bodies[name]):
+            assert match
+            is_root, name, shape, op, rest = match.groups()
+            arrays = tuple(
+                Array(_bits(dtype), tuple(map(int, re.findall(r"\d+", dims))), on_tpu and "S(" in layout)
+                for dtype, dims, layout in _ARRAY.findall(shape)
+            )
+            operands = [] if op == "constant" else re.findall(r"%([\w.\-]+)", rest.split(")", 1)[0])
+            inputs = [within.instructions[operand] for operand in operands]
+            branches = re.search(r"branch_computations=\{([^}]*)\}", rest)
+            called = _CALLED.findall(rest) + (re.findall(r"[\w.\-]+", branches[1]) if branches else [])
+            callees = [computations[name] for name in called if name in computations]
+            within.instructions[name] = Instruction(within, op, arrays, inputs, callees, rest, bool(is_root))
+    return computations[entry]
+
+
+def _bits(dtype: str) -> int:
+    digits = re.search(r"\d+", dtype)  # f8e4m3fn, s4, bf16
+    return 8 if dtype == "pred" else int(digits[0]) if digits else 0  # token and opaque have no size
+
+
+def iter_executions(
+    within: Computation, times: int = 1, launched: str = "", *, is_fused: bool = False
+) -> Iterator[tuple[Instruction, int, str, bool]]:
+    """Yield every instruction that runs, how often, and where, each followed by those that it calls.
+
+    `launched` is the name of the computation with the outermost fusion or asynchronous start around it, or empty.
+    `is_fused` says whether the instruction is a part of a fusion.
+    """
+    for x in within.instructions.values():
+        yield x, times, launched, is_fused
+        is_launch = x.kind == "fusion" or (x.op.endswith("-start") and x.kind not in COLLECTIVES)
+        if is_launch or x.op in ("while", "call", "conditional"):
+            n = times * (_trip_count(x) if x.op == "while" else 1)
+            launcher = launched or (within.name if is_launch else "")
+            for inner in x.called:
+                yield from iter_executions(inner, n, launcher, is_fused=is_fused or x.kind == "fusion")
+
+
+def _trip_count(loop: Instruction) -> int:
+    """Return how often a loop runs: as the compiler says, else from the start and the limit of its counter."""
+    if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
+        return int(known)
+    compare = outer = next(c for c in loop.called if c.name == loop.attribute(r"condition=%?([\w.\-]+)")).root
+    if outer.op == "fusion":  # a GPU fuses even a comparison
+        compare = outer.called[0].root
+    if compare.op != "compare" or "direction=LT" not in compare.text:
+        return 1
+    counter, limit = compare.inputs
+    if counter.op == "parameter" and compare is not outer:
+        counter = outer.inputs[int(counter.text.split(")")[0])]
+    index = counter.attribute(r"index=(\d+)")
+    start, stop = _constant(loop.inputs[0].inputs[int(index)]) if index else 0, _constant(limit)
+    return 1 if stop is None else max(stop - (start or 0), 0)
+
+
+def _constant(x: Instruction) -> int | None:
+    while x.op in ("bitcast", "reshape", "convert", "copy", "transpose"):
+        x = x.inputs[0]
+    return int(value[0]) if x.op == "constant" and (value := re.match(r"-?\d+", x.text)) else None
+
+
+def count_flops(x: Instruction) -> float:
+    """Return the FLOPs of a product, a convolution or a call of cuDNN's attention. Others have none that count.
+
+    Attention has 2 products forward and 5 backward, which computes the scores again. With a causal mask, only the scores
+    that it lets through count.
+    """
+    target = x.attribute(r'custom_call_target="([^"]*)"')
+    scores = re.search(r'"intermediate_tensor_shape": ?\{[^\[]*"dimensions": ?\[([^\]]*)\]', x.text)
+    if target.startswith("__cudnn$fmha") and scores:
+        *batch_heads, T, S = (int(n) for n in re.findall(r"\d+", scores[1]))
+        seen = T * S
+        if "CAUSAL" in x.attribute(r'"mask_type": ?"(\w+)"'):
+            window = min(int(x.attribute(r'"sliding_window_length": ?"?(\d+)') or 0) or S, S)
+            seen = window * (window + 1) // 2 + (T - window) * window
+        products = 5 if target.endswith("Backward") else 2
+        return products * 2.0 * math.prod(batch_heads) * seen * x.arrays[0].dims[-1]
+    contracting = x.attribute(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([\d,\"]*)")  # a dot's, a cuBLAS call's
+    if x.op == "dot" or (target.startswith("__cublas") and contracting):
+        lhs = x.inputs[0].arrays[0].dims
+        return 2.0 * math.prod(x.arrays[0].dims) * math.prod(lhs[int(i)] for i in re.findall(r"\d+", contracting))
+    if x.op != "convolution":
+        return 0.0
+    lhs, rhs, out = (a.dims for a in (x.inputs[0].arrays[0], x.inputs[1].arrays[0], x.arrays[0]))
+    lhs_labels, rhs_labels, out_labels = re.split("_|->", x.attribute(r"dim_labels=(\S+?)(?:,|$| )"))
+    total = 2.0 * out[out_labels.index("b")] * out[out_labels.index("f")] * rhs[rhs_labels.index("i")]
+
+    def window(name: str, dimension: int, default: int) -> int:
+        values = x.attribute(rf"window=\{{[^}}]*\b{name}=([\d_x\-]+)")
+        return int(values.split("x")[dimension].split("_")[0]) if values else default
+
+    for d in range(len(lhs) - 2):  # on a TPU also batched products, with windows that mostly read padding or holes
+        n, taps, outs = (
+            s[labels.index(str(d))] for s, labels in ((lhs, lhs_labels), (rhs, rhs_labels), (out, out_labels))
+        )
+        stride, dilate, rhs_dilate = (window(name, d, 1) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+        at = np.arange(outs)[:, None] * stride + np.arange(taps) * rhs_dilate - window("pad", d, 0)
+        total *= np.count_nonzero((at >= 0) & (at <= (n - 1) * dilate) & (at % dilate == 0))
+    return float(total)
+
+
+def count_products(text: str) -> float:
+    """Return the FLOPs of the products and of cuDNN's attention in one run of a program, from `compiled.as_text()`.
+
+    XLA's `cost_analysis()` counts the body of a loop once. Here it counts as often as it runs. Pallas kernels have none.
+    """
+    return sum(times * count_flops(x) for x, times, *_ in iter_executions(parse_hlo(text)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

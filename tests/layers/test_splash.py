@@ -5,11 +5,10 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxgpt.layers.kernels.plain import Scores, plain_attention
-from jaxgpt.layers.kernels.splash import _block_sizes, computed_scores, splash_attention, why_not_splash
+from jaxgpt.layers.kernels.splash import splash_attention, why_not_splash
 from tests.helpers import FLOAT32_REORDERED, check_command, needs
 
 # Numbers of 8 bits, as large as 4, rounded at other places (q once scaled, weights before the division by their sum).
@@ -51,23 +50,6 @@ def compare(B, T, N, K, H, dtype, **how):
 )
 def test_splash_is_attention(B, T, N, K, H, how):
     chex.assert_trees_all_close(*compare(B, T, N, K, H, jnp.float32, **how), **FLOAT32_REORDERED)
-
-
-@pytest.mark.parametrize(
-    ("T", "H", "window"),
-    [(1024, 64, None), (1024, 256, None), (1152, 8, None), (4096, 64, 1024), (4096, 64, 1), (640, 64, 300)],
-)
-def test_the_scores_that_are_computed(T, H, window):
-    """All of each block that the kernel's own table does not leave out: at T=1024 nothing is."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-    mask = masks.CausalMask((T, T)) if window is None else masks.LocalMask((T, T), (window - 1, 0), 0)
-    sizes = _block_sizes(T, H)
-    kernel = kernels.make_splash_mha_single_device(masks.MultiHeadMask([mask]), block_sizes=sizes)
-    visited = np.count_nonzero(kernel.fwd_mask_info.block_mask)  # 0: skipped; 1: masked in part; 2: not at all
-    assert computed_scores(T, H, window) == visited * sizes.block_q * sizes.block_kv
-    assert computed_scores(T - 28, H, window) == computed_scores(T, H, window)  # padded
 
 
 def test_in_bfloat16_to_its_precision():

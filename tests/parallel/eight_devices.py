@@ -25,7 +25,7 @@ from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metrics import MetricsFile, read_metrics
-from jaxgpt.tools.plan.hlo import read_program
+from jaxgpt.tools.plan.collectives import read_collectives
 from jaxgpt.training import fit
 from tests.helpers import tiny_experiment
 
@@ -125,7 +125,7 @@ class Run:
         key, batch = jax.eval_shape(lambda: jax.random.key(1)), self.trainer.abstract_batch
         counted = jax.ShapeDtypeStruct(batch.inputs_BT.shape, bool, sharding=batch.inputs_BT.sharding)
         step = self.trainer.train_step.lower(self.abstract_state, batch._replace(mask_BT=counted), key)
-        return read_program(step.compile().as_text()).collectives
+        return read_collectives(step.compile().as_text())
 
 
 def assert_equal(found, expected, what: str = "", **tolerance) -> None:
@@ -175,7 +175,7 @@ def check_collectives() -> None:
     def total(name: str, kind: str) -> float:
         return sum(c.bytes * c.times for c in found[name] if c.kind == kind)
 
-    assert found["single"] == ()
+    assert found["single"] == []
     for name in ("pmap", "data", "data, in pieces"):  # the gradients once, and a little more for a few vectors
         assert {c.kind for c in found[name]} == {"all-reduce"}
         assert parameters <= total(name, "all-reduce") <= 1.05 * parameters

@@ -101,14 +101,6 @@ _gradient_by_rows.defvjp(
 )
 
 
-def computed_scores(T: int, H: int, window: int | None = None) -> int:
-    """Count the scores of one head that the kernel computes: those in blocks that the mask does not empty."""
-    block = _block(T + -T % LANES, H)
-    blocks = range(-(-T // block))
-    reach = T if window is None else window
-    return block**2 * sum(j <= i and i * block - (j + 1) * block + 1 < reach for i in blocks for j in blocks)
-
-
 def _block(T: int, H: int) -> int:
     """Return the largest block that divides T, a multiple of 128, and compiles for every TPU since v4."""
     # A kernel has 16 MiB of scratch memory on v4 and v5e. Blocks of 2048 need 17 to 23 MiB, and blocks of 1024 with

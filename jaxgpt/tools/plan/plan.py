@@ -1,17 +1,14 @@
 """Plan a training run: compile its step for this machine, a TPU slice or GPUs, and find a configuration that fits.
 
-Memory, collectives and the lower bound of a step's time are read from the compiled program.
+Memory and collectives are read from the compiled program. FLOPs follow from the shape of the model.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
 import os
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -21,37 +18,17 @@ from jaxgpt.config.words import replace_fields
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import Result
-from jaxgpt.layers.kernels.splash import computed_scores
 from jaxgpt.parallel.jax_setup import all_devices, configure_jax
 from jaxgpt.parallel.limits import PEAKS, attention_flops, bytes_per_device, memory_of, train_flops_per_token
 from jaxgpt.parallel.mesh import count_slices
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.runs.pretrained import resolve_init_from
-from jaxgpt.tools.plan.hlo import Collective, Program, read_program
+from jaxgpt.tools.plan.collectives import CollectiveTotal, read_collectives, total_collectives
 from jaxgpt.tools.plan.topology import INSTALL, topology_devices
 
 
 class DoesNotFit(Exception):
     """The step needs more memory than a device has. The argument is the bytes, or None if the compiler does not say."""
-
-
-@contextlib.contextmanager
-def _cudnn_errors() -> Iterator[None]:
-    """Raise `UserError` if JAX cannot lower cuDNN's attention on this machine.
-
-    JAX asks the libraries and the GPU of this machine, not the devices that it compiles for. Without cuDNN it lowers no
-    attention call. Without a GPU it lowers only calls with a head size of up to 128.
-    """
-    try:
-        yield
-    except (RuntimeError, NotImplementedError) as e:
-        said = str(e).partition("\n")[0]
-        if not re.search("cuDNN (not found|is not detected)|head dim must be", said):
-            raise
-        install = f"install it with {INSTALL}, or " if "cuDNN" in said else ""
-        raise UserError(
-            f"JAX cannot lower cuDNN's attention on this machine ({said.rstrip('.')}): {install}take --train.attention xla"
-        ) from None
 
 
 def plan(
@@ -95,7 +72,6 @@ def parse_tokens(text: str) -> int:
     return number
 
 
-@_cudnn_errors()
 def make_plan(
     experiment: Experiment,
     vocab_size: int,
@@ -105,8 +81,8 @@ def make_plan(
 ) -> Plan:
     """Compile an experiment's training step and estimate its memory and speed.
 
-    If it does not fit, smaller micro-batches, more recomputation and sharded state are tried, in this order, and the
-    fastest plan that fits is returned.
+    If it does not fit, smaller micro-batches, more recomputation and sharded state are tried, in this order. The first
+    plan that fits is returned.
 
     Args:
         experiment: the experiment. The size of its vocabulary is replaced.
@@ -118,106 +94,65 @@ def make_plan(
         UserError: nothing fits, the batch or the width is not divisible over the devices, or a compiler is missing.
     """
     devices = all_devices() if topology is None else topology_devices(topology)
-    model = dataclasses.replace(experiment.model, vocab_size=vocab_size)
-    given = dataclasses.replace(experiment, model=model)
-    found: list[Plan] = []
-    for number, variant in enumerate(iter_variants(given, len(devices), count_slices(devices))):
+    given = replace_fields(experiment, {"model.vocab_size": vocab_size})
+    for variant in iter_variants(given, len(devices), count_slices(devices)):
         p, micro = variant.parallel, variant.parallel.micro_batch_size
-        layout = f"data={p.data} fsdp={p.fsdp} tensor={p.tensor}" + f" slices={p.slices}" * (p.slices > 1)
-        description = f"remat {variant.model.remat}, {layout if p.strategy == 'mesh' else p.strategy}"
+        tried = f"remat {variant.model.remat}, {p.strategy}" + (f" with fsdp={p.fsdp}" if p.fsdp > 1 else "")
         while micro != 0:
-            smaller = dataclasses.replace(variant, parallel=dataclasses.replace(p, micro_batch_size=micro))
+            smaller = replace_fields(variant, {"parallel.micro_batch_size": micro})
             try:
                 trainer = make_trainer(smaller, devices)
-            except UserError as e:  # the width or the batch is not divisible over the devices
-                if not number:
-                    raise
-                say(f"{description}: {e}")
-                break
-            micro = trainer.split.micro_batch_size
-            try:
-                fitting = compile_plan(smaller, trainer, topology)
+                micro = trainer.split.micro_batch_size
+                return compile_plan(smaller, trainer, topology)
             except DoesNotFit as e:
-                available = format_gib(memory_of(devices[0]))
-                say(f"{description}, micro-batch {micro}: needs {format_gib(e.args[0])} of {available}")
+                needed, available = format_gib(e.args[0]), format_gib(memory_of(devices[0]))
+                say(f"{tried}, micro-batch {micro}: needs {needed} of {available}")
+                assert micro is not None
                 micro //= 2
-                continue
-            if smaller == given:
-                return fitting
-            say(f"{description}, micro-batch {micro}: fits")
-            found.append(fitting)
-            break
-        if found and variant.model.remat == "full":  # all remat policies of one sharding have been compared
-            break
-    if not found:
-        raise UserError(
-            f"{experiment.name} does not fit on {len(devices)} x {devices[0].device_kind}, whatever the micro-batch, "
-            "remat and fsdp: use more devices or a smaller model"
-        )
-    return min(found, key=lambda p: p.step_seconds or 0.0)
+            except UserError as e:  # the width or the batch is not divisible over the devices
+                if smaller == given:
+                    raise
+                say(f"{tried}: {e}")
+                break
+            except RuntimeError as e:  # NotImplementedError is one, too
+                raise _explain_cudnn(e) from None
+    raise UserError(
+        f"{experiment.name} does not fit on {len(devices)} x {devices[0].device_kind}, whatever the micro-batch, "
+        "remat and fsdp: use more devices or a smaller model"
+    )
 
 
 def iter_variants(experiment: Experiment, devices: int, slices: int = 1) -> Iterator[Experiment]:
     """Yield the experiment with more recomputation, then with its state sharded over more devices of a slice."""
-    given, model = experiment.parallel, experiment.model
-    slices = max(slices, given.slices)  # only TPUs state theirs
-    parallels = [given]
-    if given.tensor == 1:
-        least = max(given.fsdp if given.strategy == "mesh" else 1, 1) + 1
-        largest = devices // slices
-        mesh = dataclasses.replace(given, strategy="mesh", data=-1, slices=slices)
-        sizes = [n for n in range(least, largest + 1) if largest % n == 0 and model.n_embd % n == 0]
-        parallels += [dataclasses.replace(mesh, fsdp=n) for n in sizes]
+    p, width = experiment.parallel, experiment.model.n_embd
+    slices = max(slices, p.slices)  # only TPUs state theirs
+    parallels = [p]
+    for fsdp in range(max(p.fsdp, 1) + 1, devices // slices + 1):
+        if p.tensor == 1 and (devices // slices) % fsdp == 0 and width % fsdp == 0:
+            parallels.append(dataclasses.replace(p, strategy="mesh", data=-1, fsdp=fsdp, slices=slices))
     policies = ("none", "dots", "full")
     for parallel in parallels:
-        for remat in policies[policies.index(model.remat) :]:
-            yield dataclasses.replace(experiment, model=dataclasses.replace(model, remat=remat), parallel=parallel)
+        for remat in policies[policies.index(experiment.model.remat) :]:
+            yield replace_fields(experiment, {"model.remat": remat, "parallel": parallel})
 
 
-def compile_plan(experiment: Experiment, trainer: Trainer, topology: str | None) -> Plan:
-    """Compile a training step for the trainer's devices and estimate its cost. Raises `DoesNotFit`."""
-    state, available = bytes_per_device(trainer.abstract_state), memory_of(trainer.strategy.devices[0])
-    if available is not None and state > available:
-        raise DoesNotFit(state)
-    try:
-        executable = trainer.lower().compile()
-    except jax.errors.JaxRuntimeError as e:
-        if "RESOURCE_EXHAUSTED" not in str(e):
-            raise
-        used = re.search(r"Used ([\d.]+)([KMG]) of", str(e))
-        scale = {"K": 2**10, "M": 2**20, "G": 2**30}
-        raise DoesNotFit(int(float(used[1]) * scale[used[2]]) if used else None) from None
+def _explain_cudnn(error: Exception) -> Exception:
+    """Return a `UserError` if JAX could not lower cuDNN's attention on this machine, else the error.
 
-    memory = memory_of_program(executable)
-    if available is not None and memory > available:
-        raise DoesNotFit(memory)
-    program = read_program(executable.as_text())
-    return estimate(experiment, trainer, program, topology=topology, memory=memory, available=available)
-
-
-def memory_of_program(executable: jax.stages.Compiled) -> int:
-    """Return the peak bytes of a program on one device: arguments, results and temporaries."""
-    found = executable.memory_analysis()
-    assert found is not None, "the backend does not report memory"
-    new = found.output_size_in_bytes - found.alias_size_in_bytes  # the new state replaces the old one
-    return found.argument_size_in_bytes + new + found.temp_size_in_bytes
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CollectiveTotal:
-    """Total of the collectives of one kind and group size in one step."""
-
-    kind: str
-    devices: int  # in each group
-    count: int
-    bytes: float  # sum over the full buffers
-    seconds: float | None  # at the full bandwidth of the links, None if unknown
-    between_slices: bool = False  # over the data-center network. `devices` is then the number of slices
+    JAX asks the libraries and the GPU of this machine, not the devices that it compiles for. Without cuDNN it lowers no
+    attention call. Without a GPU it lowers only calls with a head size of up to 128.
+    """
+    said = str(error).partition("\n")[0].rstrip(".")
+    if not re.search("cuDNN (not found|is not detected)|head dim must be", said):
+        return error
+    install = f"install it with {INSTALL}, or " if "cuDNN" in said else ""
+    remedy = f"{install}take --train.attention xla"
+    return UserError(f"JAX cannot lower cuDNN's attention on this machine ({said}): {remedy}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Cost of one training step on one device, read from the compiled program. None means unknown."""
+    """Cost of one training step on one device. None means unknown."""
 
     experiment: str
     topology: str  # "v5e:4x4", or "this machine"
@@ -231,7 +166,7 @@ class Plan:
     parameters: int
     tokens_per_step: int
     flops_per_token: float | None  # the model's: 6 per parameter and 12 L D T. None if it has modules of a user's own
-    executed_flops_per_token: float  # the program's, recomputation included
+    executed_flops_per_token: float | None  # a lower bound: without masked scores, and without recomputation
     memory: int  # bytes on one device: state, batch and temporaries
     state_memory: int  # the part of `memory` for parameters and optimiser state
     available: int | None  # bytes
@@ -240,7 +175,6 @@ class Plan:
     compute_seconds: float | None  # per step, at peak bfloat16 FLOP/s
     interconnect_seconds: float | None
     network_seconds: float | None  # per step, between slices
-    network_bytes: float  # what each device sends to other slices, per step
     step_seconds: float | None  # the longest of the three that are known, a lower bound: the others may overlap with it
     bottleneck: str | None  # compute, interconnect or network
     tokens_per_second: float | None
@@ -254,35 +188,47 @@ class Plan:
         return {names.get(name, name): value for name, value in dataclasses.asdict(self).items()}
 
 
-def estimate(
-    experiment: Experiment,
-    trainer: Trainer,
-    program: Program,
-    *,
-    topology: str | None,
-    memory: int,
-    available: int | None,
-) -> Plan:
-    """Return the plan of an experiment from the counts of its compiled step.
+def compile_plan(experiment: Experiment, trainer: Trainer, topology: str | None) -> Plan:
+    """Compile a training step for the trainer's devices and estimate its cost. Raises `DoesNotFit`.
 
-    topology=None means this machine. `memory` is what the step needs on one device and `available` what the device has,
-    in bytes. None means unknown.
+    topology=None means this machine.
     """
     train, config, used = experiment.train, experiment.model, trainer.strategy.devices
+    state, available = bytes_per_device(trainer.abstract_state), memory_of(used[0])
+    if available is not None and state > available:
+        raise DoesNotFit(state)
+    try:
+        executable = trainer.lower().compile()
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        size = re.search(r"Used ([\d.]+)([KMG]) of", str(e))
+        scale = {"K": 2**10, "M": 2**20, "G": 2**30}
+        raise DoesNotFit(int(float(size[1]) * scale[size[2]]) if size else None) from None
+    memory = memory_of_program(executable)
+    if available is not None and memory > available:
+        raise DoesNotFit(memory)
+
     parameters, in_adapters = trainer.parameters
     tokens = train.batch_size * config.block_size
     flops_per_token = train_flops_per_token(config, parameters, in_adapters)
-    flops = program.flops + program.custom_flops + splash_flops(experiment, trainer, program.silent_kernels)
-    collectives = total_collectives(program.collectives, used)
-    seconds: dict[str, float | None] = dict.fromkeys(("compute", "interconnect", "network"))
-    if limits := PEAKS.get(used[0].device_kind):
-        seconds |= {
-            "compute": flops / limits.flops,
-            "interconnect": _add([c.seconds for c in collectives if not c.between_slices], sum),
-            "network": _add([c.seconds for c in collectives if c.between_slices], sum),
-        }
-    known = {name: n for name, n in seconds.items() if n is not None}
-    step = max(known.values(), default=None)
+    if flops_per_token is None:  # XLA counts the body of a loop once. It says nothing about an absent GPU
+        of_program = (executable.cost_analysis() or {}).get("flops")
+        executed = None if of_program is None else of_program * len(used) / tokens
+    else:  # a mask hides at most half of the scores
+        executed = flops_per_token - 3.0 * attention_flops(config)
+    collectives = total_collectives(read_collectives(executable.as_text()), used)
+    seconds: dict[str, float] = {}
+    limits = PEAKS.get(used[0].device_kind)
+    if limits and executed is not None:
+        seconds["compute"] = executed * tokens / len(used) / limits.flops
+    for name, is_network in (("interconnect", False), ("network", True)):
+        parts = [c.seconds for c in collectives if c.between_slices == is_network]
+        known = [part for part in parts if part is not None]
+        if limits and len(known) == len(parts):
+            seconds[name] = sum(known)
+    bottleneck = max(seconds, key=seconds.__getitem__, default=None)
+    step = seconds[bottleneck] if bottleneck else None
     rate = tokens / step if step else None
     return Plan(
         experiment=experiment.name,
@@ -297,19 +243,17 @@ def estimate(
         parameters=parameters,
         tokens_per_step=tokens,
         flops_per_token=flops_per_token,
-        executed_flops_per_token=flops * len(used) / tokens,
+        executed_flops_per_token=executed,
         memory=memory,
-        state_memory=bytes_per_device(trainer.abstract_state),
+        state_memory=state,
         available=available,
         fits=None if available is None else True,
         collectives=collectives,
-        compute_seconds=seconds["compute"],
-        interconnect_seconds=seconds["interconnect"],
-        network_seconds=seconds["network"],
-        # over a switch, at 1 byte/s
-        network_bytes=sum(_seconds(c, 1.0, switched=True) for c in program.collectives if c.between_slices),
+        compute_seconds=seconds.get("compute"),
+        interconnect_seconds=seconds.get("interconnect"),
+        network_seconds=seconds.get("network"),
         step_seconds=step,
-        bottleneck=max(known, key=known.__getitem__, default=None),
+        bottleneck=bottleneck,
         tokens_per_second=rate,
         mfu=rate * flops_per_token / (limits.flops * len(used)) if rate and limits and flops_per_token else None,
         total_tokens=tokens * train.steps,
@@ -317,111 +261,12 @@ def estimate(
     )
 
 
-def splash_flops(experiment: Experiment, trainer: Trainer, calls: int) -> float:
-    """Return the FLOPs of `calls` calls of splash attention, which do not state them.
-
-    A forward call has 2 products. A backward call has 5, since it recomputes the scores. Scores are computed in whole blocks.
-    """
-    config = experiment.model
-    if trainer.options.attention != "splash" or config.dropout:
-        return 0.0
-    # One forward and one backward call per layer and micro-batch, and the forward calls that remat repeats.
-    forward = calls - config.n_layer * trainer.split.grad_accum_steps
-    if forward <= 0:
-        return 0.0
-    T, H = config.block_size, config.shape.head_dim
-    windows = [config.window(layer) for layer in range(config.n_layer)]
-    read = sum(min(window or T, T) * T for window in windows)
-    share = sum(computed_scores(T, H, window) for window in windows) / read
-    products = 2 * forward / (calls - forward) + 5
-    tokens = experiment.train.batch_size * T / len(trainer.strategy.devices)
-    return products * attention_flops(config) * tokens * share
-
-
-def total_collectives(collectives: Sequence[Collective], devices: Sequence[jax.Device]) -> tuple[CollectiveTotal, ...]:
-    """Add up the collectives of each kind and group size."""
-    limits = PEAKS.get(devices[0].device_kind)
-    groups: dict[tuple[bool, str, int], list[Collective]] = defaultdict(list)
-    for c in collectives:
-        groups[c.between_slices, c.kind, len(c.group)].append(c)
-    totals = []
-    for (between_slices, kind, n), members in sorted(groups.items()):
-        switched = between_slices or (limits is not None and limits.torus == 0)
-        rates = [ring_bandwidth(devices, c.group) for c in members]
-        seconds = [rate and _seconds(c, rate, switched=switched) for c, rate in zip(members, rates, strict=True)]
-        totals.append(
-            CollectiveTotal(
-                kind=kind,
-                devices=n,
-                count=sum(c.times for c in members),
-                bytes=sum(c.bytes * c.times for c in members),
-                seconds=_add(seconds, math.fsum),
-                between_slices=between_slices,
-            )
-        )
-    return tuple(totals)
-
-
-def _seconds(c: Collective, bandwidth: float, *, switched: bool) -> float:
-    return c.times * collective_seconds(c.kind, c.bytes, len(c.group), bandwidth, switched=switched)
-
-
-def ring_bandwidth(devices: Sequence[jax.Device], group: Sequence[int]) -> float | None:
-    """Return the bytes/s that each device of a group can send while all of them send, or None if unknown.
-
-    `group` holds indices into `devices`, which are full slices. In a TPU's slice, each dimension in which the group
-    extends adds one link, or two if the dimension is a ring that the group fills. On v5e and v6e, a dimension of 16
-    chips is a ring. On v4 and v5p, every dimension is one if the slice consists of cubes of 4x4x4, which optical
-    switches connect. Between slices, each chip has its share of its host's network cards.
-    On GPUs, the result is the link's bandwidth within one host. Between hosts, NCCL lays several rings through the group,
-    each of which leaves a host by another network card: as many cards send as the host has members of the group.
-    """
-    members = [devices[i] for i in group]
-    limits = PEAKS.get(members[0].device_kind)
-    if limits is None:
-        return None
-    if limits.torus == 0:
-        on_host = Counter(d.process_index for d in members)
-        if len(on_host) == 1:
-            return limits.link_bandwidth
-        network = limits.network_bandwidth
-        return None if network is None else min(limits.link_bandwidth, min(on_host.values()) * network)
-    if len({getattr(d, "slice_index", 0) for d in members}) > 1:
-        return limits.network_bandwidth
-    sizes, reached = ([len({d.coords[axis] for d in ds}) for axis in range(limits.torus)] for ds in (devices, members))
-    cubes = limits.torus == 3 and all(size % 4 == 0 for size in sizes)
-    closes = [cubes or (limits.torus == 2 and size == 16) for size in sizes]
-    ways = zip(closes, sizes, reached, strict=True)
-    links = sum(2 if ring and n == size else 1 for ring, size, n in ways if n > 1)
-    return links * limits.link_bandwidth or None  # one device, or the cores of one chip: no links
-
-
-def collective_seconds(kind: str, size: int, n: int, bandwidth: float, *, switched: bool = False) -> float:
-    """Return the seconds that one collective over n devices takes if bandwidth, in bytes/s, is the only limit.
-
-    Each device sends n - 1 of n parts. An all-reduce is a reduce-scatter and an all-gather
-    (jax-ml.github.io/scaling-book/sharding). In an all-to-all, each half of the devices sends half of its data to the
-    other. These n * size / 4 bytes cross one link of a line or two of a ring. On a torus of more dimensions this is an
-    upper bound. Where devices are switched, as GPUs are, each reaches every other directly. A permutation is assumed to
-    use all links, but between neighbours it uses one. Latency, about a microsecond per link, is left out.
-    """
-    if n == 1:
-        return 0.0
-    share = (n - 1) / n
-    parts = {
-        "all-gather": share,
-        "reduce-scatter": share,
-        "all-reduce": 2 * share,
-        "all-to-all": share if switched else max(share, n / 4),
-        "collective-permute": 1.0,
-    }
-    return parts[kind] * size / bandwidth
-
-
-def _add(values: Sequence[float | None], add: Callable[[Sequence[float]], float]) -> float | None:
-    """Return the sum of the values, or what else `add` makes of them, or None if one of them is unknown."""
-    known = [value for value in values if value is not None]
-    return add(known) if len(known) == len(values) else None
+def memory_of_program(executable: jax.stages.Compiled) -> int:
+    """Return the peak bytes of a program on one device: arguments, results and temporaries."""
+    found = executable.memory_analysis()
+    assert found is not None, "the backend does not report memory"
+    new = found.output_size_in_bytes - found.alias_size_in_bytes  # the new state replaces the old one
+    return found.argument_size_in_bytes + new + found.temp_size_in_bytes
 
 
 def format_gib(n: float | None) -> str:
@@ -434,38 +279,31 @@ def format_plan(p: Plan, price: float | None = None) -> str:
 
     price: dollars per device and hour.
     """
-
-    def ms(seconds: float) -> str:
-        return f"{seconds * 1e3:,.1f} ms"
-
-    batch = f"{p.tokens_per_step // p.accumulation:,} tokens each"
-    of_model = "" if p.flops_per_token is None else f"{p.flops_per_token:.3g} of the model, "
+    batch = f"micro-batch {p.micro_batch_size} x {p.accumulation}, {p.tokens_per_step // p.accumulation:,} tokens each"
     rows = [
         ("experiment", f"{p.experiment} on {p.topology}: {p.devices} x {p.device}, {p.compute}"),
-        ("strategy", f"{p.strategy}, remat {p.remat}, micro-batch {p.micro_batch_size} x {p.accumulation}, {batch}"),
+        ("strategy", f"{p.strategy}, remat {p.remat}, {batch}"),
         ("parameters", f"{p.parameters:,}, {format_gib(p.state_memory)} of state per device"),
-        ("FLOPs per token", f"{of_model}{p.executed_flops_per_token:.3g} executed"),
     ]
+    if p.flops_per_token is not None:
+        rows.append(("FLOPs per token", f"{p.flops_per_token:.3g}, at least {p.executed_flops_per_token:.3g} executed"))
     for c in p.collectives:
-        text = f"{c.count} x {c.kind} over {c.devices}: {c.bytes / 1e6:,.1f} MB"
-        text += "" if c.seconds is None else f", {ms(c.seconds)}"
-        rows.append(("between slices" if c.between_slices else "collectives", text))
-    times = {"compute": p.compute_seconds, "interconnect": p.interconnect_seconds}
-    times |= {"network": p.network_seconds if p.network_bytes else None}
-    sent = {"network": f", {p.network_bytes / 1e6:,.1f} MB sent to other slices by each device"}
-    rows += [(name, ms(time) + sent.get(name, "")) for name, time in times.items() if time is not None]
-    of_available = f" of {format_gib(p.available)}" if p.fits else ""
-    verdict = f"{'fits' if p.fits else 'may fit'}: {format_gib(p.memory)}{of_available} per device"
+        time = "" if c.seconds is None else f", {c.seconds * 1e3:,.1f} ms"
+        name = "between slices" if c.between_slices else "collectives"
+        rows.append((name, f"{c.count} x {c.kind} over {c.devices}: {c.bytes / 1e6:,.1f} MB{time}"))
+    times = {"compute": p.compute_seconds, "interconnect": p.interconnect_seconds, "network": p.network_seconds}
+    rows += [(name, f"{time * 1e3:,.1f} ms") for name, time in times.items() if time]
+    verdict = "may fit" if p.available is None else "fits"
+    verdict += f": {format_gib(p.memory)}{f' of {format_gib(p.available)}' if p.fits else ''} per device"
     run = f"{p.total_tokens:,} tokens"
     if p.step_seconds and p.tokens_per_second and p.hours is not None:
         rows += [
             ("assumed", "full rates of the data sheets; the longest time hides the others; nothing between steps"),
-            ("step", f"at least {ms(p.step_seconds)}: {p.bottleneck}-bound"),
+            ("step", f"at least {p.step_seconds * 1e3:,.1f} ms: {p.bottleneck}-bound"),
             ("tokens per second", f"at most {p.tokens_per_second:,.0f}"),
         ]
         if p.mfu:
-            skips = " (it counts masked scores, which the kernel skips)" if p.mfu > 1.0 else ""
-            rows.append(("MFU", f"at most {p.mfu:.1%}{skips}"))
+            rows.append(("MFU", f"at most {p.mfu:.1%} (masked scores count, which a kernel may skip)"))
             verdict += f"; at most {p.mfu:.0%} MFU"
         least = f"at least {p.hours / 24:,.1f} days" if p.hours >= 48 else f"at least {p.hours:,.1f} hours"
         if price is not None:

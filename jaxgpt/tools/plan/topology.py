@@ -73,41 +73,41 @@ TARGETS = {
 
 
 def topology_devices(topology: str) -> list[jax.Device]:
-    """Return the devices to compile for: GPUs, as "h200:8" or "8xh200", or a TPU slice, as "v5e:4x4" or "v5e-16"."""
+    """Return the devices of a topology, to compile for. They cannot hold arrays or run programs.
+
+    topology: GPUs, as "h200:8", "8xh200" or, on several hosts, "h200:4x8" or "4x8xh200". Or a TPU slice, as "v5e:4x4" or
+    "v5e-16", or several, as "2xv5e:16x16".
+    """
     if (counted := re.fullmatch(r"([0-9x]+)x(\D.*)", topology)) and counted[2] in TARGETS:
         topology = f"{counted[2]}:{counted[1]}"
     return gpu_devices(topology) if topology.partition(":")[0] in TARGETS else tpu_devices(topology)
 
 
 def gpu_devices(topology: str) -> list[jax.Device]:
-    """Return the devices of "h200:8" (one host of 8 GPUs) or "h200:4x8" (4 hosts of 8), to compile for.
+    """Return the devices of "h200:8" (one host of 8 GPUs) or "h200:4x8" (4 hosts of 8).
 
-    The devices come from JAX's CUDA plugin. They cannot hold arrays or run programs. Neither a GPU nor CUDA is needed,
-    but cuDNN, if the program calls it.
-
-    Raises `UserError` if the GPU or the shape is unknown, or if the plugin is missing or of another version than jaxlib,
-    which JAX does not use.
+    They come from JAX's CUDA plugin. Neither a GPU nor CUDA is needed, but cuDNN, if the program calls it. Raises
+    `UserError` also if the plugin is missing or of another version than jaxlib, which JAX does not use.
     """
     match = re.fullmatch(r"([a-z0-9-]+):(?:([1-9][0-9]{0,3})x)?([1-8])", topology)
-    target = TARGETS.get(match[1]) if match else None
-    if match is None or target is None:
+    if match is None or match[1] not in TARGETS:
         example = "1 to 8 GPUs, such as 8xh200 or h200:8, or hosts and the GPUs of each, such as 4x8xh200 or h200:4x8"
         raise UserError(f"topology {topology!r}: needs {', '.join(TARGETS)} and {example}")
     plugins = ("jax-cuda13-plugin", "jax-cuda12-plugin")
     versions = {d.name: d.version for name in plugins for d in importlib.metadata.distributions(name=name)}
     jaxlib = importlib.metadata.version("jaxlib")
-    if not versions:
-        raise UserError(f"a GPU topology needs JAX's CUDA plugin, which is not installed: {INSTALL}")
     if jaxlib not in versions.values():
-        [(name, version), *_] = versions.items()
-        remedy = f'pip install "{name}=={jaxlib}"'
-        raise UserError(f"a GPU topology needs {name} of jaxlib's version, {jaxlib}, not {version}: {remedy}")
+        found = ", ".join(f"{name} {version}" for name, version in versions.items()) or "none"
+        remedy = f'{INSTALL} or pip install "jax-cuda13-plugin=={jaxlib}"'
+        raise UserError(
+            f"a GPU topology needs JAX's CUDA plugin of jaxlib's version, {jaxlib}, found {found}: {remedy}"
+        )
     skip_cuda_check()
     gpu_memory_share()  # JAX would log a traceback of what is wrong with it
     from jax.experimental import topologies
 
     shape = f"1x{match[2] or 1}x{match[3]}"  # slices x hosts x GPUs
-    text = target.to_text()
+    text = TARGETS[match[1]].to_text()
     try:
         found = topologies.get_topology_desc(platform="cuda", topology_name="", topology=shape, target_config=text)
     except NotImplementedError:  # JAX has tried the plugin before, for a GPU of this machine, and refused it
@@ -116,16 +116,11 @@ def gpu_devices(topology: str) -> list[jax.Device]:
 
 
 def tpu_devices(topology: str) -> list[jax.Device]:
-    """Return the devices of a slice such as "v5e:4x4", "v6e:16x16", "v4:2x2x2" or "v5p:8x8x8", to compile for.
+    """Return the devices of a slice such as "v5e:4x4" or "v5p:8x8x8", or of several, such as "2xv5e:16x16".
 
-    "2xv5e:16x16" is two such slices, joined by the data-center network. The names of Google Cloud are understood too.
-
-    The devices come from libtpu. They cannot hold arrays or run programs. On a machine with a TPU, set
-    `JAX_PLATFORMS=cpu` before jax is imported, or jax starts the TPU too. Settings of libtpu in the environment
-    (`TPU_WORKER_ID` and the like) are kept. The two cores of a v4 or v5p chip count as one device.
-
-    Raises `UserError` if the family or the shape does not exist, or if libtpu is not installed. Raises it also if another
-    process has loaded libtpu, which allows one process at a time.
+    They come from libtpu, whose settings in the environment (`TPU_WORKER_ID` and the like) are kept. The two cores of a
+    v4 or v5p chip count as one device. On a machine with a TPU, set `JAX_PLATFORMS=cpu` before jax is imported, or jax
+    starts the TPU too. Raises `UserError` also if libtpu is missing or in use: it allows one process at a time.
     """
     slices, family, shape = parse_slice(topology)
     if importlib.util.find_spec("libtpu") is None:
@@ -169,15 +164,14 @@ def parse_slice(topology: str) -> tuple[int, str, str]:
         raise UserError(f"topology {topology!r}: needs {tpus}, or {gpus}")
     slices, family, shape, count = match.groups()
     family = family.replace("litepod", "e")
-    shapes, choices, cores = list(_SHAPES_2D), ", ".join(_SHAPES_2D), 1
+    shapes, choices = list(_SHAPES_2D), ", ".join(_SHAPES_2D)
     if largest := _LARGEST.get(family):
         cubes = itertools.combinations_with_replacement(range(4, largest // 16 + 1, 4), 3)
         shapes = [*_SHAPES_3D, *(f"{a}x{b}x{c}" for a, b, c in cubes if a * b * c <= largest)]
         choices = f"{', '.join(_SHAPES_3D)}, or AxBxC of multiples of 4, A <= B <= C, up to {largest} chips"
-        cores = 2
     if count is not None:
         sides = {name: [int(side) for side in name.split("x")] for name in shapes}
-        chips = int(count) / cores
+        chips = int(count) / (2 if largest else 1)
         as_many = [name for name in shapes if math.prod(sides[name]) == chips]
         shape = min(as_many, key=lambda name: sum(sides[name]), default=f"of {chips:g} chips")  # the most compact one
     if shape not in shapes:
