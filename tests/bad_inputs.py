@@ -19,7 +19,7 @@ TABLE = {
         "report nowhere": "nowhere is not a run directory",
         "runs nowhere": "no directory nowhere: name one that holds runs",
         "study variants_data.py --seeds 0": "--seeds=0: needs at least 1",
-        "sweep --over optim.learning-rate=1e-4..1e-1 --run-dir runs/tiny": "is not a sweep (no sweep.json)",
+        "sweep --over optim.learning-rate=1e-4..1e-1 --run-dir runs/tiny": "is a run and not a sweep",
         "xray runs/tiny --prompt a --out empty --force": "empty is a directory: give a regular file",
         "plan --topologie v5e:4x4": "--topology",
     },

@@ -18,6 +18,7 @@ from jaxgpt.experiment import Experiment
 from jaxgpt.files import write_whole
 from jaxgpt.runs.directory import is_run, read_metadata
 from jaxgpt.runs.metrics import finite_values, read_metrics
+from jaxgpt.runs.resume import check_same_configuration
 
 DIVERGED = "diverged.txt"
 
@@ -51,11 +52,17 @@ def train_grid(
 
 
 def train_or_resume(experiment: Experiment, directory: Path, fit_one: Callable[..., Any]) -> Curve:
-    """Train a run to its end if needed, and return its curve. fit_one: trains a run as `jaxgpt.fit` does."""
+    """Train a run to its end if needed, and return its curve. Raises `UserError` if it has another configuration.
+
+    fit_one: trains a run as `jaxgpt.fit` does.
+    """
     diverged = directory / DIVERGED
+    validated = []
+    if is_run(directory):
+        check_same_configuration(read_metadata(directory), experiment)
+        validated = finite_values(read_metrics(directory / "metrics.jsonl"), "val_loss")
     if diverged.exists():
         return Curve()
-    validated = finite_values(read_metrics(directory / "metrics.jsonl"), "val_loss") if is_run(directory) else []
     if not validated or validated[-1][0] < experiment.train.steps:
         try:
             fit_one(experiment, directory, progress=False, extend=False)

@@ -1,16 +1,11 @@
 """Find the best values of an experiment's fields by successive halving.
 
 Jamieson and Talwalkar 2016, arXiv:1502.07943: all points are trained for a short time, the best third for three times
-as long, and so on. Each run has a complete schedule of its own: one that is cut in the middle of its schedule has not
-decayed its learning rate and cannot be compared with one that has. The best learning rate of short runs tends to be
+as long, and so on, each run with a complete schedule of its own. The best learning rate of short runs tends to be
 higher than the best of long ones, so a third survives, and not fewer.
 
-The last round, at full length, has seeds that selected nothing before. The means of the finalists are thus free of
-the winner's curse of the earlier rounds. The winner's mean, the best of three, is too low by at most 0.85 standard
-errors, where the three are equal.
-
-The points form a space-filling sequence. Optuna would propose the next point from the results of earlier ones,
-but all points of a round are needed at once.
+The last round, at full length, has seeds that selected nothing before, so its means are free of the winner's curse of
+the earlier rounds. The winner's mean, the best of three, is too low by at most 0.85 standard errors.
 """
 
 from __future__ import annotations
@@ -23,23 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from jaxgpt.config.serialize import differences, from_dict, suggest, to_dict
-from jaxgpt.config.validate import Count, NonNegativeInt, field_hints, short, short_repr
+from jaxgpt.config.serialize import suggest, to_dict
+from jaxgpt.config.validate import Count, NonNegativeInt, field_hints, short_repr
 from jaxgpt.config.words import parse_value, plain_types, replace_fields
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
-from jaxgpt.files import is_there, read_json, render_json, write_whole
-from jaxgpt.runs.code import find_class_in
-from jaxgpt.runs.directory import RUNS
-from jaxgpt.runs.resume import CHANGEABLE
+from jaxgpt.files import render_json, write_whole
+from jaxgpt.runs.directory import RUNS, is_run
 from jaxgpt.statistics import mean_interval
 from jaxgpt.tools.grid import format_table, train_grid
 from jaxgpt.training import fit
 
-SWEEP = "sweep.json"  # the definition and, later, the result
-LARGEST_SWEEP = 2**24  # bytes of it
+SWEEP = "sweep.json"  # the definition and the result
 SHARE = 3  # one point in three survives a round, and is then trained three times as long
 VARIABLE = ("model", "optim", "lora")
 # These fields change the tokens of a run, or what a loss per token means.
@@ -65,51 +56,48 @@ class Axis:
         value = round(value) if isinstance(self.low, int) else float(f"{value:.{DIGITS}g}")
         return min(max(value, self.low), self.high)
 
-    def __str__(self) -> str:
-        values = ",".join(map(str, self.choices)) if self.choices else f"{self.low:g}..{self.high:g}"
-        return f"{self.field}={values}"
 
-
-def parse_axes(texts: Sequence[str], experiment: Experiment | None = None) -> list[Axis]:
+def parse_axes(texts: Sequence[str], experiment: Experiment) -> list[Axis]:
     """Parse what --over was given, once for each field. Raises `UserError`. experiment: its classes have the fields."""
-    axes: dict[str, Axis] = {}
-    for axis in (parse_axis(text, experiment) for text in texts):
-        if axis.field in axes:
-            raise UserError(f"--over has {axis.field} twice: give each field once")
-        axes[axis.field] = axis
-    if not axes:
+    if not texts:
         raise UserError("a sweep needs a field: --over optim.learning-rate=1e-4..1e-1")
-    return list(axes.values())
+    hints = {}
+    for section in VARIABLE:
+        found = field_hints(type(getattr(experiment, section)))
+        hints |= {f"{section}.{name}": hint for name, hint in found.items() if tuple not in plain_types(hint)}
+    axes = []
+    for text in texts:
+        try:
+            axes.append(_parse_axis(text, {field: hint for field, hint in hints.items() if field not in FIXED}))
+        except UserError as e:
+            raise UserError(f"--over {text}: {e}") from None
+    fields = [axis.field for axis in axes]
+    if len(set(fields)) < len(fields):
+        raise UserError(f"--over has a field twice: {', '.join(fields)}")
+    return axes
 
 
-def parse_axis(text: str, experiment: Experiment | None = None) -> Axis:
-    """Parse `FIELD=LOW..HIGH` or `FIELD=A,B,C`, a field with - or _. Raises `UserError`. experiment: see `parse_axes`."""
+def _parse_axis(text: str, hints: dict[str, Any]) -> Axis:
+    """Parse `FIELD=LOW..HIGH` or `FIELD=A,B,C`, a field with - or _, where hints has the types of the fields."""
     name, _, values = text.partition("=")
     field = name.replace("-", "_")
-    sections = {section: kind for section, kind in field_hints(Experiment).items() if dataclasses.is_dataclass(kind)}
-    sections |= {section: type(getattr(experiment, section)) for section in sections if experiment is not None}
-    hints = {f"{section}.{x}": hint for section, kind in sections.items() for x, hint in field_hints(kind).items()}
-    try:
-        if not name or not values:
-            raise UserError("give FIELD=LOW..HIGH or FIELD=A,B,C, such as optim.learning-rate=1e-4..1e-1")
-        if field not in hints:
-            raise UserError(f"there is no field {short(field)}{suggest(field, hints)}. See jaxgpt train --help-all")
-        kinds = set(plain_types(hints[field]))
-        if field.split(".")[0] not in VARIABLE or field in FIXED or tuple in kinds:
-            raise UserError(
-                f"{field} cannot vary: it changes the data, the tokens or the steps of a run, does not decide its loss, "
-                f"or is a list. Fields of {', '.join(VARIABLE)} can vary, except {' and '.join(FIXED)}"
-            )
-        is_range = ".." in values and not kinds.isdisjoint((int, float))
-        words = values.split("..", 1) if is_range else values.split(",")
-        found = tuple(parse_value(field, word.strip(), hints[field]) for word in words)
-        if is_range and (None in found or not found[0] < found[1]):
-            raise UserError("give LOW below HIGH")
-        if not is_range and len(set(found)) < max(2, len(found)):
+    if not values:
+        raise UserError("give FIELD=LOW..HIGH or FIELD=A,B,C, such as optim.learning-rate=1e-4..1e-1")
+    if field not in hints:
+        raise UserError(
+            f"there is no such field to vary{suggest(field, hints)}. Fields of {', '.join(VARIABLE)} can vary, "
+            f"except lists and {' and '.join(FIXED)}"
+        )
+    is_range = ".." in values and not {int, float}.isdisjoint(plain_types(hints[field]))
+    words = values.split("..", 1) if is_range else values.split(",")
+    found = tuple(parse_value(field, word.strip(), hints[field]) for word in words)
+    if not is_range:
+        if len(set(found)) < max(2, len(found)):
             raise UserError("give two or more different choices, or a range of numbers, LOW..HIGH")
-    except UserError as e:
-        raise UserError(f"--over {text}: {e}") from None
-    return Axis(field=field, low=found[0], high=found[1]) if is_range else Axis(field=field, choices=found)
+        return Axis(field=field, choices=found)
+    if None in found or not found[0] < found[1]:
+        raise UserError("give LOW below HIGH")
+    return Axis(field=field, low=found[0], high=found[1])
 
 
 def draw_points(axes: Sequence[Axis], trials: int, seed: int) -> list[dict[str, Any]]:
@@ -163,20 +151,17 @@ class Trial:
 class SweepResult:
     """Result of a sweep."""
 
-    axes: Sequence[Axis]
     directory: Path
     rounds: list[Round]
     trials: list[Trial]  # the winner first
-    # Loss by which the second is worse, paired by seed. An unadjusted two-sided test of the first against the second is
-    # valid although both were chosen by these losses (Hung and Fithian 2019, arXiv:1610.03944). None if there is no second.
-    gap: tuple[float, float | None] | None
     __repr__ = short_repr
 
     def to_json(self) -> dict[str, Any]:
-        """Return rounds, trials and gap."""
-        rounds, trials = ([dataclasses.asdict(x) for x in found] for found in (self.rounds, self.trials))
-        gap = self.gap and dict(zip(("mean", "margin"), self.gap, strict=True))
-        return {"rounds": rounds, "trials": trials, "gap": gap}
+        """Return rounds and trials."""
+        return {
+            "rounds": [dataclasses.asdict(each) for each in self.rounds],
+            "trials": [dataclasses.asdict(trial) for trial in self.trials],
+        }
 
     def __str__(self) -> str:
         steps = [f"{r.steps:,} steps" for r in self.rounds]
@@ -186,34 +171,29 @@ class SweepResult:
             losses = [_format_losses(losses) for losses in trial.losses]
             losses += [""] * (len(steps) - len(losses))
             rows.append([str(trial.trial), *map(str, trial.point.values()), *losses])
-        winner = self.trials[0]
-        lines = [
-            format_table(["trial", *(axis.field for axis in self.axes), *steps], rows),
-            "",
-            f"winner: {winner}: {_format_losses(winner.losses[-1])}",
-        ]
-        if self.gap:
-            mean, margin = self.gap
-            words = "one seed, no interval"
-            if margin is not None:
-                words = "no more than noise" if mean <= margin else "more than noise"
-            by = f"{mean:.4f}" if margin is None else f"{mean:.4f} ± {margin:.4f} (95%)"
-            lines.append(f"{self.trials[1]}, is worse by {by}: {words}")
-        for axis in self.axes:
-            tried, best = [trial.point[axis.field] for trial in self.trials], winner.point[axis.field]
-            if not axis.choices and best in (min(tried), max(tried)):
-                end = "lowest" if best == min(tried) else "highest"
-                lines.append(f"{axis.field}={best} is the {end} value tried: better ones may lie outside")
+        lines = [format_table(["trial", *self.trials[0].point, *steps], rows), ""]
+        # An unadjusted two-sided test of the first against the second is valid although both were chosen by these losses
+        # (Hung and Fithian 2019, arXiv:1610.03944).
+        first, second = (*self.trials, self.trials[0])[:2]
+        if len(second.losses) == len(steps) and second.mean < math.inf and second is not first:
+            gap = np.subtract(second.losses[-1], first.losses[-1]).tolist()
+            lines.append(f"trial {second.trial} is worse than trial {first.trial} by {_format_losses(gap)}")
+        for field, best in first.point.items():
+            tried = [trial.point[field] for trial in self.trials]
+            if {type(value) for value in tried} <= {int, float} and best in (min(tried), max(tried)):
+                lines.append(f"{field}={best} is an end of the values tried: better ones may lie outside")
         return "\n".join([*lines, f"all losses: {self.directory / SWEEP}"])
 
 
 def _format_losses(losses: list[float | None]) -> str:
-    """Return the mean of a round and its interval, or that it diverged."""
+    """Return the mean over the seeds and its 95% interval, or that it diverged."""
     finite = [loss for loss in losses if loss is not None]
     if len(finite) < len(losses):
-        return "diverged" if len(losses) == 1 else f"{len(losses) - len(finite)} of {len(losses)} diverged"
-    mean, margin = mean_and_margin(finite)
-    return f"{mean:.4f}" if margin is None else f"{mean:.4f} ± {margin:.4f}"
+        return f"{len(losses) - len(finite)} of {len(losses)} diverged"
+    if len(finite) == 1:
+        return f"{finite[0]:.4f}"
+    mean, margin = mean_interval(np.asarray(finite))
+    return f"{mean:.4f} ± {margin:.4f}"
 
 
 def plan_rounds(experiment: Experiment, trials: int, seeds: int) -> list[Round]:
@@ -258,7 +238,7 @@ def sweep(
         fit_one: trains a run as `jaxgpt.fit` does.
 
     Raises:
-        UserError: a point is not a valid experiment, the directory has another sweep, or all runs diverged.
+        UserError: a point is not a valid experiment, the directory has runs of another sweep, or all runs diverged.
     """
     axes = parse_axes(over, experiment)
     points = draw_points(axes, trials, seed)
@@ -272,14 +252,10 @@ def sweep(
         except UserError as e:
             raise UserError(f"{trial}: {e}") from None
     directory = Path(run_dir) if run_dir else RUNS / "sweeps" / experiment.name
-    definition = {"experiment": to_dict(experiment), "over": ", ".join(map(str, axes)), "points": points}
-    definition |= {"trials": trials, "seeds": seeds, "seed": seed}
-    _check_or_write(definition, experiment, directory)
-    cost = [f"{r.trials} x {f'{n} seeds x ' if (n := len(r.seeds)) > 1 else ''}{r.steps:,}" for r in rounds]
-    runs = [r.trials * len(r.seeds) for r in rounds]
-    total = sum(n * r.steps for n, r in zip(runs, rounds, strict=True))
-    times = f"{total / experiment.train.steps:.1f} times those of one full run"
-    say(f"{sum(runs)} runs of {' + '.join(cost)} = {total:,} steps, {times}")
+    if is_run(directory):
+        raise UserError(f"{directory} is a run and not a sweep: name another directory with --run-dir")
+    total = sum(r.trials * len(r.seeds) * r.steps for r in rounds)
+    say(f"{total:,} steps, {total / experiment.train.steps:.1f} times those of one full run")
     for r, current in enumerate(rounds):
         grid = []
         for run_seed, trial in itertools.product(current.seeds, alive):
@@ -296,8 +272,8 @@ def sweep(
             )
         alive = alive[: rounds[min(r + 1, len(rounds) - 1)].trials]
     ranked = sorted(all_trials, key=lambda trial: (-len(trial.losses), trial.mean))
-    gap = mean_and_margin(np.subtract(alive[1].losses[-1], alive[0].losses[-1])) if len(alive) > 1 else None
-    found = SweepResult(axes=axes, directory=directory, rounds=rounds, trials=ranked, gap=gap)
+    found = SweepResult(directory=directory, rounds=rounds, trials=ranked)
+    definition = {"experiment": to_dict(experiment), "over": over, "trials": trials, "seeds": seeds, "seed": seed}
     content = {"definition": definition, "result": found.to_json()}
     write_whole(directory / SWEEP, render_json(content, indent=1, ensure_ascii=False) + "\n")
     return found
@@ -310,42 +286,3 @@ def shorten(experiment: Experiment, steps: int, seed: int) -> Experiment:
         warmup = -(-warmup * steps // experiment.train.steps)
     point = {"optim.warmup_steps": warmup, "train.steps": steps, "train.seed": seed, "train.sample_tokens": 0}
     return replace_fields(experiment, point)
-
-
-def _check_or_write(definition: dict[str, Any], experiment: Experiment, directory: Path) -> None:
-    """Write the definition, unless there are runs already. Raises `UserError` if they are from something else."""
-    path, names = directory / SWEEP, set()
-    if is_there(directory, "Name another directory with --run-dir."):
-        names = {p.name for p in directory.glob("*")} if directory.is_dir() else {""}
-    if names <= {SWEEP}:
-        directory.mkdir(parents=True, exist_ok=True)
-        write_whole(path, render_json({"definition": definition}, indent=1, ensure_ascii=False) + "\n")
-        return
-    if SWEEP not in names:
-        raise UserError(f"{directory} exists and is not a sweep (no {SWEEP}): name another with --run-dir")
-    another = f"{directory} holds another sweep: "
-    record = read_json(path, LARGEST_SWEEP)
-    theirs = record.get("definition") if isinstance(record, dict) else None
-    if not isinstance(theirs, dict):
-        raise UserError(f"{path} is damaged: it has no definition. Name another directory with --run-dir")
-    try:
-        recorded = from_dict(Experiment, theirs.get("experiment"), find_class=find_class_in(experiment))
-    except UserError as e:  # it is damaged, or has classes of its own that this experiment has not
-        raise UserError(f"{another}{e}. Name another directory with --run-dir") from None
-    changed = differences(recorded, experiment)
-    # The text is compared where a run is resumed, but not where all are complete.
-    changed = {x: values for x, values in changed.items() if x.startswith("data.") or not x.startswith(CHANGEABLE)}
-    ours = {name: value for name, value in definition.items() if name != "experiment"}
-    changed |= {name: (theirs.get(name), now) for name, now in ours.items() if theirs.get(name) != now}
-    if changed:
-        listed = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changed.items() if name != "points")
-        raise UserError(f"{another}{listed or 'points'}. Name another directory with --run-dir")
-
-
-def mean_and_margin(losses: ArrayLike) -> tuple[float, float | None]:
-    """Return the mean of losses by seed and the half-width of its 95% interval, None with one seed."""
-    by_seed = np.asarray(losses, np.float64)
-    if len(by_seed) < 2:
-        return float(by_seed[0]), None
-    mean, margin = mean_interval(by_seed)
-    return float(mean), float(margin)

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import shutil
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from jaxgpt.tools.sweep import (
     Round,
     draw_points,
     parse_axes,
-    parse_axis,
     plan_rounds,
     shorten,
     sweep,
@@ -43,29 +41,29 @@ EXPERIMENT = Experiment(name="fake", optim=OptimConfig(warmup_steps=50), train=T
     ],
 )
 def test_what_is_given_for_over(text, axis):
-    assert repr(parse_axis(text)) == repr(axis)
-    assert repr(parse_axis(str(axis))) == repr(axis)  # as `sweep.json` has it
+    assert repr(parse_axes([text], EXPERIMENT)) == repr([axis])
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("optim.learning-rate", "give FIELD=LOW..HIGH or FIELD=A,B,C"),
-        ("learning-rate=1..2", "there is no field 'learning_rate' (did you mean optim.learning_rate?)"),
-        ("train.batch-size=1..8", "train.batch_size cannot vary: it changes the data, the tokens or the steps"),
+        ("learning-rate=1..2", "there is no such field to vary (did you mean optim.learning_rate?)"),
+        ("train.batch-size=1..8", "Fields of model, optim, lora can vary"),
+        ("model.block-size=1..8", "except lists and model.block_size and model.vocab_size"),
         ("optim.learning-rate=1e-1..1e-4", "give LOW below HIGH"),
         ("model.n-layer=1.5..2", "model.n_layer='1.5': needs a whole number"),
     ],
 )
 def test_what_cannot_be_swept(text, said):
     with pytest.raises(UserError) as caught:
-        parse_axes([text])
+        parse_axes([text], EXPERIMENT)
     assert str(caught.value).startswith(f"--over {text}: ") and said in str(caught.value)
 
 
 def test_one_field_is_spread_evenly():
     def values(over, trials):
-        return [value for point in draw_points(parse_axes([over]), trials, 0) for value in point.values()]
+        return [value for point in draw_points(parse_axes([over], EXPERIMENT), trials, 0) for value in point.values()]
 
     assert np.diff(np.log10(values(RATE, 20))) == pytest.approx(3 / 20, abs=1e-3)
     assert values(RATE, 20)[0] == pytest.approx(10 ** (-4 + 3 / 40), rel=1e-3)
@@ -78,7 +76,7 @@ def test_one_field_is_spread_evenly():
 @pytest.mark.parametrize("seed", range(2))
 def test_several_fields_are_each_covered(seed):
     """The first 16 points have one in each sixteenth of the first field, and 27 have three in each ninth of the second."""
-    axes = parse_axes([RATE, "model.dropout=0..0.9", "model.activation=relu,gelu"])
+    axes = parse_axes([RATE, "model.dropout=0..0.9", "model.activation=relu,gelu"], EXPERIMENT)
     points = draw_points(axes, 27, seed)
     assert len(points) == 27 and points == draw_points(axes, 27, seed) != draw_points(axes, 27, seed + 1)
     first = [(np.log10(p["optim.learning_rate"]) + 4) / 3 * 16 for p in points[:16]]
@@ -153,9 +151,7 @@ def test_the_best_point_wins_with_seeds_that_chose_nothing(swept):
     full = [experiment.train.seed for _, experiment in runs if experiment.train.steps == 600]
     assert sorted(full) == [8, 8, 8, 9, 9, 9, 10, 10, 10]
     assert len({directory for directory, _ in runs}) == len(runs) == 36 and len(said) == 37
-    assert said[0] == (
-        "36 runs of 20 x 66 + 7 x 200 + 3 x 3 seeds x 600 = 8,120 steps, 13.5 times those of one full run"
-    )
+    assert said[0] == "8,120 steps, 13.5 times those of one full run"
 
 
 def test_an_interrupted_sweep_ends_as_another(swept, tmp_path):
@@ -183,7 +179,7 @@ def test_a_diverged_run_is_last(tmp_path):
         fake(experiment, directory, **how)
 
     found = run_sweep(tmp_path / "lost", trials=2, seeds=2, fit_one=lose_one)
-    assert found.trials[1].trial == best and found.gap is None and "1 of 2 diverged" in str(found)
+    assert found.trials[1].trial == best and "1 of 2 diverged" in str(found) and "is worse" not in str(found)
     with pytest.raises(UserError, match="all trials of 200 steps diverged"):
         run_sweep(tmp_path / "all", trials=9, fit_one=Fake(largest=0))
 
@@ -199,19 +195,11 @@ def one(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"over": ("optim.learning-rate=1e-4..1",)}, r"over optim\.learning_rate=0\.0001\.\.0\.1 -> optim.*1"),
-        (
-            {"experiment": replace_fields(EXPERIMENT, {"train.seed": 0})},
-            r"another sweep: train\.seed 7 -> 0\. Name another directory with --run-dir",
-        ),
-    ],
-)
-def test_another_sweep_is_not_mixed_with_it(one, change, said):
-    with pytest.raises(UserError, match=said):
-        run_sweep(one, **ONE | change)
+def test_another_sweep_is_not_mixed_with_it(one):
+    with pytest.raises(UserError, match=r"another configuration: optim\.learning_rate 0\.003162 -> 0\.01\. "):
+        run_sweep(one, **ONE, over=("optim.learning-rate=1e-4..1",))
+    with pytest.raises(UserError, match="is a run and not a sweep"):
+        run_sweep(one / "trial-01/steps-600-seed-8", **ONE)
     logged = replace_fields(EXPERIMENT, {"train.log_every": 1})  # which is no other sweep
     run_sweep(one, **ONE, experiment=logged, fit_one=lambda *a, **b: pytest.fail("a run"))
 
@@ -240,22 +228,11 @@ def test_a_sweep_with_a_class_of_its_own_is_resumed_and_another_class_is_another
     assert len(fake.runs) == 1
     again = sweep(experiment=own_experiment(tmp_path, "Mine"), fit_one=lambda *a, **b: pytest.fail("a run"), **given)
     assert again.to_json() == found.to_json()
-    with pytest.raises(UserError, match="holds another sweep: class 'mine:Mine' is none of mine:Other"):
+    with pytest.raises(UserError, match=r"another configuration: model\.class Mine -> Other"):
         sweep(experiment=own_experiment(tmp_path, "Other"), **given)
-    with pytest.raises(UserError, match=r"holds another sweep: model\.n_layer 12 -> 2"):
+    with pytest.raises(UserError, match=r"another configuration: model\.n_layer 12 -> 2"):
         shallow = replace_fields(own_experiment(tmp_path, "Mine"), {"model.n_layer": 2})
         sweep(experiment=shallow, **given)
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["[]", "3", "{}", '{"definition": 3}', '{"definition": {}}', '{"definition": {"experiment": [1]}}', "{"],
-)
-def test_a_damaged_definition_is_refused(one, tmp_path, content):
-    shutil.copytree(one, tmp_path / "sweep")
-    (tmp_path / "sweep/sweep.json").write_text(content)
-    with pytest.raises(UserError, match=r"sweep\.json is damaged|holds another sweep"):
-        run_sweep(tmp_path / "sweep", **ONE)
 
 
 def test_the_report(tmp_path):
@@ -267,4 +244,6 @@ def test_the_report(tmp_path):
     head, _, line, *_ = str(found).splitlines()
     assert head == "| trial | optim.learning_rate | model.activation | 200 steps | 600 steps, new seeds (95%) |"
     assert line.startswith(f"| {first.trial} | {first.point['optim.learning_rate']} | ") and " ± " in line
-    assert "| diverged |  |" in str(found) and "is the lowest value tried: better ones may lie outside" in str(found)
+    assert "| 1 of 1 diverged |  |" in str(
+        found
+    ) and "is an end of the values tried: better ones may lie outside" in str(found)
