@@ -7,20 +7,15 @@ import datetime
 import functools
 import operator
 import os
-import shutil
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from jaxgpt.errors import UserError, first_line, reason_of, shell_line
+from jaxgpt.errors import UserError, first_line, reason_of
 from jaxgpt.files import Result, is_there, read_json
 from jaxgpt.model import GPTConfig
 from jaxgpt.parallel import limits
@@ -29,7 +24,6 @@ from jaxgpt.runs.metrics import finite_values, parse_metrics
 
 LARGEST_SUMMARY = 2**26  # longest summary.json to read, in bytes
 LARGEST_FIRST = ("size", "tokens", "speed", "date")
-SUFFIXES = [(1e9, "B"), (1e6, "M"), (1e3, "k")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,8 +62,7 @@ def runs(
     rows = measured + [row for row in found if field(row) is None]
     if not rows:
         say(f"no runs below {directory}")
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    return Result([dataclasses.asdict(row) for row in rows], format_rows(rows, width))
+    return Result([dataclasses.asdict(row) for row in rows], format_rows(rows))
 
 
 def read_rows(directory: Path) -> list[Row]:
@@ -90,13 +83,13 @@ def _read_row(directory: Path) -> Row:
     """Return the row of a run, also of one that cannot be read."""
     try:
         return _read_run(directory)
-    except (OSError, OverflowError, ValueError) as e:  # also `UserError`
+    except (KeyError, OSError, OverflowError, TypeError, ValueError) as e:  # also `UserError`
         return Row(name=str(directory), status="damaged", problem=first_line(e).removeprefix(f"{directory}/"))
 
 
 def _read_run(directory: Path) -> Row:
     """Return the row of a run, with what is left of a damaged log. Raises `UserError` for a run that cannot be read."""
-    metadata, log = read_metadata(directory), directory / "metrics.jsonl"
+    metadata, log, summary = read_metadata(directory), directory / "metrics.jsonl", directory / "summary.json"
     lines, problem = parse_metrics(log)
     written = max(path.stat().st_mtime for path in (directory / "experiment.json", log) if path.exists())
     config, is_imported = metadata.experiment.train, metadata.imported is not None
@@ -114,21 +107,9 @@ def _read_run(directory: Path) -> Row:
         reward=rewards[-1] if rewards else None,
         speed=statistics.median(rates) if rates else None,
         date=datetime.datetime.fromtimestamp(written).astimezone().isoformat(timespec="seconds"),
-        verdict=_read_verdict(directory, step),
+        verdict=read_json(summary, LARGEST_SUMMARY)["verdict"] if summary.exists() else None,
         problem=problem.removeprefix(f"{directory}/") or None,
     )
-
-
-def _read_verdict(directory: Path, step: int) -> str | None:
-    """Return the verdict of a run's report, with its step if the run has been trained since. None: it has no report."""
-    report = directory / "summary.json"
-    if not report.exists():
-        return None
-    match read_json(report, LARGEST_SUMMARY):
-        case {"verdict": str(verdict), "steps": {"logged": int(logged)}}:
-            return verdict if logged == step else f"{verdict} (at step {logged})"
-    again = shell_line("jaxgpt", "report", directory, "--force")
-    raise UserError(f"{report} is damaged: it has no verdict or no steps. Write it again: {again}")
 
 
 def _status(metadata: RunMetadata, lines: list[dict[str, Any]], step: int) -> str:
@@ -156,36 +137,31 @@ def count_parameters(config: GPTConfig) -> int:
     return limits.count_parameters(shapes["params"])
 
 
-def format_rows(rows: Sequence[Row], width: int | None) -> str:
-    """Return the table as lines of text, folded to a width in columns if there is one."""
-    has_reward = any(row.reward is not None for row in rows)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("run", overflow="fold", min_width=12)
-    for name in ("size", "tokens", "loss", *(["reward"] if has_reward else []), "tokens/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("date", no_wrap=True)
-    table.add_column("status", no_wrap=True)
-    table.add_column("verdict", min_width=12)
+def format_rows(rows: Sequence[Row]) -> str:
+    """Return the table as lines of text."""
+    head = ["run", "size", "tokens", "loss", "tokens/s", "date", "status", "verdict"]
+    table = [head]
     for row in rows:
         reached = f" {row.step}/{row.steps}" if row.status in ("training", "interrupted", "diverged") else ""
-        numbers = [_shorten(row.size), _shorten(row.tokens), _format(row.loss, ".4f")]
-        rewards = [_format(row.reward, ".4f")] if has_reward else []
-        cells = [row.name, *numbers, *rewards, _format(row.speed, ",.0f"), (row.date or "")[:10]]
+        loss = "" if row.loss is None else f"{row.loss:.4f}"
+        speed = "" if row.speed is None else f"{row.speed:,.0f}"
+        cells = [row.name, _shorten(row.size), _shorten(row.tokens), loss, speed, (row.date or "")[:10]]
         cells += [row.status + reached, row.problem or row.verdict or ""]
-        table.add_row(*(Text(cell if cell.isprintable() else repr(cell)) for cell in cells))
-    console = Console(width=width or 10_000, color_system=None)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
-
-
-def _format(number: float | None, form: str) -> str:
-    return "" if number is None else format(number, form)
+        table.append([cell if cell.isprintable() else repr(cell) for cell in cells])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    numbers = range(1, 5)
+    lines = []
+    for cells in table:
+        padded = [
+            f"{x:>{n}}" if i in numbers else f"{x:<{n}}" for i, (x, n) in enumerate(zip(cells, widths, strict=True))
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
 
 
 def _shorten(number: int | None) -> str:
     """Return a count with four digits: 9,999 as it is, 124.4M."""
     if number is None or number < 10_000:
-        return _format(number, ",")
-    factor, name = next((factor, name) for factor, name in SUFFIXES if factor <= number)
+        return "" if number is None else f"{number:,}"
+    factor, name = next((factor, name) for factor, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if factor <= number)
     return f"{number / factor:.4g}{name}"

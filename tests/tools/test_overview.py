@@ -84,9 +84,8 @@ def test_a_run_is_in_training_while_its_lock_is_held_and_has_the_verdict_of_its_
     assert read_rows(tmp_path)[0].status == "training"
     lock.release()
     assert read_rows(tmp_path)[0].status == "complete"
-    for step, said in ((STEPS, "learning"), (8, "learning (at step 8)")):
-        (tmp_path / "run/summary.json").write_text(json.dumps({"verdict": "learning", "steps": {"logged": step}}))
-        assert read_rows(tmp_path)[0].verdict == said
+    (tmp_path / "run/summary.json").write_text(json.dumps({"verdict": "learning"}))
+    assert read_rows(tmp_path)[0].verdict == "learning"
 
 
 @pytest.mark.parametrize("sort", ["name", "loss", "tokens", "speed", "date", "size"])
@@ -105,14 +104,10 @@ NO_LINES = [
     {"step": 5, "val_loss": "x"},
     {"step": 5, "loss": [1.0]},
     {"step": 5, "tokens_per_second": {}},
-    {"step": 5, "seconds": True},
     {"step": True, "loss": 1.0},
-    {"step": -1, "loss": 1.0},
     {"step": 2**63, "loss": 1.0},
     {"step": 5, "reward": 10**400},
-    {"step": 5, "skipped": 1},
     {"step": 5, "val_loss": 1.0, "val_losses": {"a": "x"}},
-    {"step": 5, "val_loss": 1.0, "val_losses": [1.0]},
 ]
 
 
@@ -138,10 +133,7 @@ def test_lines_that_are_doubled_count_once_and_their_order_does_not(place, tmp_p
     assert read_curve(tmp_path / "run", experiment) == curve and read_rows(tmp_path)[0].status == "complete"
 
 
-@pytest.mark.parametrize(
-    "summary",
-    ["[]", "3", "null", '{"verdict": 1, "steps": {"logged": 10}}', '{"verdict": "x"}', '{"verdict": "x", "steps": []}'],
-)
+@pytest.mark.parametrize("summary", ["[]", "{", "{}"])
 def test_a_summary_of_wrong_types_is_damage_of_its_run_alone(place, tmp_path, summary):
     for name in ("bad", "good"):
         shutil.copytree(place / "complete", tmp_path / name)
@@ -149,12 +141,11 @@ def test_a_summary_of_wrong_types_is_damage_of_its_run_alone(place, tmp_path, su
     assert [row.status for row in read_rows(tmp_path)] == ["damaged", "complete"]
 
 
-def test_the_table_fits_on_a_terminal_and_nothing_is_cut(place):
-    rows = [dataclasses.replace(row, name=f"{row.name}/{'x' * 90}", verdict=row.verdict) for row in read_rows(place)]
-    assert max(map(len, format_rows(rows, 100).splitlines())) <= 100
-    full = format_rows(rows, None)
-    assert all(row.name in full and (row.problem or "") in full for row in rows)
-    assert len(format_rows([dataclasses.replace(rows[0], name="a\x1b[2J\nb")], 100).splitlines()) == 2
+def test_each_run_is_a_line(place):
+    rows = read_rows(place)
+    head, *lines = format_rows([*rows, dataclasses.replace(rows[0], name="a\x1b[2J\nb")]).splitlines()
+    assert len(lines) == len(rows) + 1 and head.startswith("run  ")
+    assert all(row.name in line and (row.problem or "") in line for row, line in zip(rows, lines, strict=False))
 
 
 SECONDS = 10.0  # of CPU for 200 runs, which took 4.2 without jax's import on two busy cores with AVX2
