@@ -66,7 +66,7 @@ HOMES = {
     "rich": ["runs.log", "tools.prepare"],
     "starlette": ["serve.app", "serve.responses", "serve.server"],
     "uvicorn": ["serve.server"],
-    "lm_eval": ["tools.evaluate.lm_eval_model", "tools.evaluate.tasks"],
+    "lm_eval": ["tools.evaluate.tasks"],
     "pyarrow": ["tools.prepare"],
     "datasets": ["tools.prepare"],
 }

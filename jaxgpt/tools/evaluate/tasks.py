@@ -1,19 +1,32 @@
-"""Evaluate a run on the field's tasks by their names in lm-evaluation-harness, and on CORE."""
+"""Evaluate a run on the field's tasks by their names in lm-evaluation-harness, and on CORE.
+
+With other options of the harness, pass it an instance: `lm_eval.simple_evaluate(model=JaxGPT(run), tasks=[...])`.
+"""
 
 from __future__ import annotations
 
 import functools
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lm_eval import simple_evaluate
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
 from jaxgpt.config.serialize import suggest
 from jaxgpt.errors import UserError
 from jaxgpt.run import Run
-from jaxgpt.tools.evaluate.lm_eval_model import JaxGPT
+from jaxgpt.sample import FILTERS
+from jaxgpt.sample.score import pair_ids
 from jaxgpt.tools.grid import format_table
 
+MAX_NEW_TOKENS = 256  # the harness's own default
+# The names in tasks for the maximum number of tokens to generate. The harness reads the first that is given.
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 # CORE of DataComp-LM (arXiv:2406.11794): task, shots, and percent right by chance, from github.com/mlfoundations/dclm at
 # 361714b, eval/mmlu_and_lowvar.yaml and eval_meta_data_v1.csv. The harness has 20 of the 22: not jeopardy, nor SQuAD
 # without its questions that have no answer.
@@ -30,12 +43,70 @@ CORE: dict[tuple[str, int | None], float] = {
 SCORES = ("acc_norm", "acc", "exact_match", "em")  # the score of a task for CORE is the first that it has
 
 
-@functools.cache
-def _task_manager(include_path: str | None) -> Any:
-    """Return the harness's index of tasks, which takes seconds: it reads thousands of files."""
-    from lm_eval.tasks import TaskManager
+class JaxGPT(LM):
+    """A run as a model of the harness. Texts that its tokenizer cannot encode raise `UserError`."""
 
-    return TaskManager(include_path=include_path)
+    def __init__(self, run: Run, *, batch_size: int | None = None):
+        """Take a run. batch_size: texts that are scored or generated together, by default as many as in training."""
+        super().__init__()
+        self.run = run
+        self.batch_size = batch_size or run.experiment.train.batch_size
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Return (log-probability, is it greedy?) of each continuation. A request has (context, continuation)."""
+        pairs = [pair_ids(self.run.tokenizer, *request.args) for request in requests]
+        return [tuple(found) for found in self.run.loglikelihood(pairs, batch_size=self.batch_size)]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-probability of each text, in the harness's disjoint windows. A request has (text,)."""
+        windows = []  # (index of the request, pair)
+        for number, request in enumerate(requests):
+            first, ids = pair_ids(self.run.tokenizer, "", *request.args)
+            rolling = get_rolling_token_windows(ids, first[-1], self.run.model.config.block_size, 1)
+            (_, begins), *others = map(make_disjoint_window, rolling)
+            windows += [(number, pair) for pair in [(first, begins), *others]]
+        found = self.run.loglikelihood([pair for _, pair in windows], batch_size=self.batch_size)
+        totals = [0.0] * len(requests)
+        for (number, _), likelihood in zip(windows, found, strict=True):
+            totals[number] += likelihood.logprob
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Generate a continuation of each context, up to a stop string. A request has (context, options)."""
+        groups: dict[str, list[int]] = {}  # options: indices of the requests that have them
+        for number, request in enumerate(requests):
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        texts: dict[int, str] = {}
+        for options, numbers in groups.items():
+            for first in range(0, len(numbers), self.batch_size):
+                batch = numbers[first : first + self.batch_size]
+                prompts = [requests[number].args[0] for number in batch]
+                texts |= zip(batch, self.run.sample(prompts, **sampling_options(json.loads(options))), strict=True)
+        return [texts[number] for number in range(len(requests))]
+
+
+def sampling_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Translate a task's generation_kwargs to options of `Run.sample`. The default is greedy decoding.
+
+    Raises `UserError` for options without a counterpart, since ignoring them would change the text.
+    """
+    options = dict(options)
+    until = options.pop("until", None) or []
+    limits = [options.pop(name, None) for name in LIMITS]
+    do_sample = options.pop("do_sample", bool(options.get("temperature")))
+    filters = {name: options.pop(name) for name in FILTERS if name in options}
+    if options:
+        known = ", ".join(("until", "do_sample", *LIMITS, *FILTERS))
+        raise UserError(f"the task's generation_kwargs has {', '.join(options)}: jaxgpt knows only {known}")
+    return {
+        "max_new_tokens": next((limit for limit in limits if limit is not None), MAX_NEW_TOKENS),
+        "stop": [stop for stop in ([until] if isinstance(until, str) else until) if stop],
+        **(filters if do_sample else {"greedy": True}),
+    }
+
+
+# The harness's index of tasks takes seconds, since it reads thousands of files.
+make_task_manager = functools.cache(TaskManager)
 
 
 def evaluate_tasks(
@@ -63,16 +134,13 @@ def evaluate_tasks(
     Raises:
         UserError: if there is no such task or directory, or its questions cannot be loaded.
     """
-    from lm_eval import simple_evaluate
-
     if include_path is not None and not Path(include_path).is_dir():
         raise UserError(f"include_path={include_path}: needs a directory with task files (.yaml)")
-    manager = _task_manager(include_path)
+    manager = make_task_manager(include_path=include_path)
     asked: dict[int | None, list[str]] = defaultdict(list)
     for name, shots in [(n, s) for task in tasks for n, s in (CORE if task == "core" else [(task, num_fewshot)])]:
         if name not in manager.all_tasks:
-            listed = "python -m jaxgpt.tools.evaluate.lm_eval_model ls tasks lists all"
-            raise UserError(f"unknown task {name!r}{suggest(name, manager.all_tasks)}: {listed}")
+            raise UserError(f"unknown task {name!r}{suggest(name, manager.all_tasks)}: lm_eval ls tasks lists all")
         asked[shots] += [name] * (name not in asked[shots])
     model, rows, centered = JaxGPT(run, batch_size=batch_size), [], []
     for shots, names in asked.items():

@@ -7,7 +7,7 @@ import pytest
 
 from jaxgpt.sample.score import pair_ids
 from tests.conftest import REPOSITORY
-from tests.helpers import check_command, needs, run_command
+from tests.helpers import check_command, needs
 
 SAME = 1e-4  # nats: float32 sums of other batches
 
@@ -44,28 +44,25 @@ LINES = [
     {"ctx": "that", "endings": ["ñ", "q", "la"], "label": 0},
 ]
 
-# Both ways in, in one process: lm_eval takes ten seconds to import.
 SCRIPT = """
 import json, sys, lm_eval
 from lm_eval.tasks import TaskManager
+import jaxgpt
 from jaxgpt.errors import UserError
-from jaxgpt.tools.evaluate.lm_eval_model import main, sampling_options
+from jaxgpt.tools.evaluate.tasks import JaxGPT, sampling_options
 assert sampling_options({}) == {"max_new_tokens": 256, "stop": [], "greedy": True}
 try:
     sampling_options({"num_beams": 3})
 except UserError as e:
-    assert "num_beams, which is not supported: use only until" in str(e)
+    assert "num_beams: jaxgpt knows only until" in str(e)
 else:
     raise AssertionError
 run, directory, *tasks = sys.argv[1:]
 manager = TaskManager(include_path=directory, include_defaults=False)
-found = lm_eval.simple_evaluate(
-    model="jaxgpt", model_args=f"run={run}", tasks=tasks, task_manager=manager, batch_size=2, bootstrap_iters=10
-)
+model = JaxGPT(jaxgpt.load(run), batch_size=2)
+found = lm_eval.simple_evaluate(model=model, tasks=tasks, task_manager=manager, bootstrap_iters=10)
 resps = {task: [sample["resps"] for sample in samples] for task, samples in found["samples"].items()}
 print(json.dumps({"results": found["results"], "resps": resps}))
-sys.argv = ["", "--model_args", f"run={run}", "--tasks", "choice", "--include_path", directory, "--batch_size", "auto"]
-main()
 """
 
 
@@ -87,7 +84,6 @@ def test_the_harness_gets_what_the_run_says_of_the_same_texts(run, tmp_path):
     write_tasks(tmp_path)
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
     done = check_command("-c", SCRIPT, str(run.directory), str(tmp_path), *TASKS, cwd=tmp_path, **offline)
-    assert "\njaxgpt (" in done.stdout and "|acc_norm|" in done.stdout  # what its command line shows
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"results"')))
     results = found["results"]
     # For each question a list of requests, each with one answer, in words.
@@ -169,10 +165,3 @@ def test_tasks_are_scored_by_the_command_and_while_a_run_trains(run, tmp_path):
     assert "unknown task 'choices' (did you mean choice?)" in done.stderr and "need --tasks" in done.stderr
     lines = [json.loads(line) for line in (tmp_path / "during/tasks.jsonl").read_text().splitlines()]
     assert [(line["step"], line["tasks"][0]["task"]) for line in lines] == [(2, "choice"), (4, "choice")]
-
-
-def test_without_the_harness_it_is_said_how_to_get_it(tmp_path):
-    code = "import runpy, sys; sys.modules['lm_eval'] = None; runpy.run_module('jaxgpt.tools.evaluate.lm_eval_model', run_name='__main__')"
-    done = run_command("-c", code, cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith("jaxgpt: lm-evaluation-harness is needed")
-    assert "pip install 'jaxgpt[eval]'" in done.stderr and len(done.stderr.splitlines()) == 1
