@@ -8,8 +8,9 @@ import re
 import shlex
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from jax.typing import DTypeLike
@@ -48,6 +49,7 @@ from jaxgpt.runs.directory import RunMetadata, find_run, lock_run, read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.pretrained import load_base, restore_adapters
 from jaxgpt.sample.quantize import unstack_layers
+from jaxgpt.tools.html_page import read_asset
 
 
 def import_model(
@@ -76,16 +78,10 @@ def import_model(
             params = read_params(source.tensors, source.family, source.config, dtype=dtype)
             with contextlib.closing(Checkpoints(directory / "checkpoints")) as checkpoints:
                 checkpoints.save_params(params, 0)
-            if not is_gguf:
+            if is_gguf:
+                _keep_settings(fields, source, directory)
+            else:
                 keep_companions(source.directory, directory)
-            elif (template := read_chat_template(fields)) is not None:
-                ids = {f"{token}_token": fields.get(f"tokenizer.ggml.{token}_token_id") for token in ("bos", "eos")}
-                known, decode = range(source.tokenizer.vocab_size), source.tokenizer.decode  # spelled as in a text
-                named = {token: decode([i]) for token, i in ids.items() if type(i) is int and i in known}
-                write_template(directory, {"chat_template": template, **named})
-            if is_gguf and (ends := read_ends(fields)):
-                (directory / HF_FOLDER).mkdir()
-                _write_json(directory / HF_FOLDER / "generation_config.json", {"eos_token_id": ends})
             write_metadata(
                 directory,
                 Experiment(name=title, model=source.config),
@@ -100,11 +96,35 @@ def import_model(
     return source
 
 
+def _keep_settings(fields: dict[str, Any], source: Source, directory: Path) -> None:
+    """Keep the chat template and the ends of a text, of the fields of a GGUF file, in a run directory."""
+    template = read_chat_template(fields)
+    if template is not None:
+        named = {}
+        for token in ("bos", "eos"):
+            i = fields.get(f"tokenizer.ggml.{token}_token_id")
+            if type(i) is int and i in range(source.tokenizer.vocab_size):
+                named[f"{token}_token"] = source.tokenizer.decode([i])  # spelled as in a text
+        write_template(directory, {"chat_template": template, **named})
+    if ends := read_ends(fields):
+        (directory / HF_FOLDER).mkdir()
+        _write_json(directory / HF_FOLDER / "generation_config.json", {"eos_token_id": ends})
+
+
 def _check_empty(directory: Path, option: str) -> None:
     """Raise `UserError` unless a directory is absent or empty. option: where another one is named."""
     remedy = f"ame another directory with {option}"
     if is_there(directory, f"N{remedy}.") and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory} exists and is not empty: n{remedy}")
+
+
+@contextlib.contextmanager
+def _writing(out: Path) -> Generator[None]:
+    """Raise `UserError` where a file system refuses what is written to `out`."""
+    try:
+        yield
+    except OSError as e:
+        raise UserError(f"cannot write to {out}: {reason_of(e)}. Name another place with --out.") from None
 
 
 def _load_to_export(metadata: RunMetadata, model_type: str | None) -> tuple[Run, Family, ChatTemplate | None]:
@@ -157,10 +177,8 @@ def export_gguf(run: str | Path | None, out: str | Path, *, dtype: str | None = 
     jinja = own.source if isinstance(own, Jinja) else own.jinja() if template is not None else None
     fields |= {"general.name": loaded.experiment.name}
     fields |= tokenizer_fields(loaded.tokenizer, config.vocab_size, chat_template=jinja, ends=ends)
-    try:
+    with _writing(out):
         write_gguf(out, fields, tensors, dtype)
-    except OSError as e:
-        raise UserError(f"cannot write {out}: {reason_of(e)}. Name another file with --out.") from None
     return out
 
 
@@ -186,7 +204,7 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
     # No pad here: PyTorch would give its row of the embedding no gradient.
     special = {"bos_token_id": ids["bos"], "eos_token_id": ids["eos"], "pad_token_id": None}
     config = (imported or special) | family.write(loaded.model.config)
-    try:
+    with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
         write(out, tensors, shard)
         _write_json(out / "config.json", config | {"dtype": stored_as, "torch_dtype": stored_as})
@@ -195,8 +213,6 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
             copy_files(directory / HF_FOLDER, out, [README])
         else:
             write_whole(out / README, _model_card(loaded, family))
-    except OSError as e:
-        raise UserError(f"cannot write to {out}: {reason_of(e)}. Name another directory with --out.") from None
     return out
 
 
@@ -227,13 +243,11 @@ def export_peft(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | N
     like = with_shardings(model.shapes(), whole_everywhere())
     adapters = restore_adapters(metadata, open_checkpoints(directory), loaded.step, like)
     tensors, config = to_peft(unstack_layers(model, adapters)[1], lora, family, loaded.model.config, dtype)
-    try:
+    with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
         write_file(out / "adapter_model.safetensors", tensors)
         _write_json(out / "adapter_config.json", {"base_model_name_or_path": base} | config)
         write_tokenizer(out, loaded, template)
-    except OSError as e:
-        raise UserError(f"cannot write to {out}: {reason_of(e)}. Name another directory with --out.") from None
     return out
 
 
@@ -285,76 +299,49 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def _model_card(run: Run, family: Family) -> str:
-    """Return README.md with the metadata header that the Hub reads. It has names of files, not their directories."""
-    config, experiment, metadata, data = run.model.config.explicit(), run.experiment, run.metadata, run.metadata.data
+    """Return README.md, whose header the Hub reads. It has names of files, not their directories."""
+    config = run.model.config.explicit()
+    values = {name: f"{getattr(config, name):,}" for name in ("n_embd", "block_size", "vocab_size")}
+    values |= {name: getattr(config, name) for name in ("n_layer", "n_head", "head_dim", "n_kv_head")}
+    return Template(read_asset("model_card.md")).substitute(
+        values,
+        name=run.experiment.name,
+        model_type=family.model_type,
+        architecture=family.architecture,
+        parameters=f"{count_parameters(run.params):,}",
+        origin="\n".join(f"- {fact}." for fact in _list_facts(run)),
+    )
+
+
+def _list_facts(run: Run) -> list[str]:
+    """Return what is known of the training of a run."""
+    experiment, metadata, tokenizer = run.experiment, run.metadata, run.tokenizer
+    train, lora, data = experiment.train, experiment.lora, metadata.data
     if metadata.imported:
-        facts = [f"- The weights are those of `{_hide_folders(str(metadata.imported.get('from')))}`, unchanged."]
-    else:
-        train, lora = experiment.train, experiment.lora
+        return [f"The weights are those of `{_hide_folders(str(metadata.imported.get('from')))}`, unchanged"]
+    facts = []
+    if train.init_from is not None:
         adapted = f", by adapters of rank {lora.rank} for {', '.join(lora.targets)}, merged in" if lora.rank else ""
-        facts = [] if train.init_from is None else [f"- Starting from `{_hide_folders(train.init_from)}`{adapted}."]
-        path = experiment.data.path
-        names = ", ".join(Path(part).name for part in (path or "").split(","))
-        text = names or f"the corpus `{experiment.data.corpus}`"
-        size = f", {data['train_tokens']:,} tokens of it" if isinstance(data.get("train_tokens"), int) else ""
-        digest = f", whose SHA-256 is `{data['train_sha256']}`" if data.get("train_sha256") else ""
-        seen = run.step * train.batch_size * experiment.model.block_size
-        seconds = [line["seconds"] for line in read_metrics(run.directory / "metrics.jsonl") if line.get("seconds")]
-        tokenizer = run.tokenizer
-        is_bpe = isinstance(tokenizer, BPETokenizer)
-        kind = tokenizer.parts()["model"]["type"] if is_bpe else tokenizer.saved["jaxgpt"]
-        facts += [
-            f"- Text: {text}{size}{digest}; tokenizer: {kind}, {run.tokenizer.vocab_size:,} tokens.",
-            f"- Training: step {run.step:,} of {train.steps:,}, {seen:,} tokens seen, {experiment.optim.name}, learning rate "
-            f"{experiment.optim.learning_rate:g}.",
-        ]
-        if seconds:
-            facts.append(f"- Time: {max(seconds):,.0f} s, on {metadata.device}.")
-        if run.val_loss is not None:
-            facts.append(f"- Validation loss: {run.val_loss:.4f} {experiment.objective.unit}.")
-        if metadata.command is not None:
-            facts.append(f"- Command: `{_hide_folders(*shlex.split(metadata.command))}`")
-    origin = "\n".join(facts)
-    # In vLLM's source GPT-2 and Gemma have one matrix for both ends, and attention heads of these sizes.
-    is_tied = config.tie_embeddings or not family.model_type.startswith(("gpt2", "gemma"))
-    vllm = "vllm serve DIR\n" if is_tied and config.head_dim in range(32, 257, 32) else ""
-    return f"""\
----
-library_name: transformers
-pipeline_tag: text-generation
-# license: the one that you choose; language: of the text
-tags:
-- jaxgpt
-- {family.model_type}
----
-
-# {experiment.name}
-
-A `{family.architecture}` of {count_parameters(run.params):,} parameters, written by jaxgpt: {config.n_layer} layers of width \
-{config.n_embd:,}, {config.n_head} heads of {config.head_dim} ({config.n_kv_head} of keys and values), {config.block_size:,} \
-tokens of context and {config.vocab_size:,} token ids.
-
-## Use
-
-DIR is the directory of this file.
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("DIR")
-model = AutoModelForCausalLM.from_pretrained("DIR")
-print(tokenizer.decode(model.generate(**tokenizer("The ", return_tensors="pt"), max_new_tokens=50)[0]))
-```
-
-```console
-{vllm}jaxgpt import DIR --run-dir runs/imported
-jaxgpt sample runs/imported --prompt "The "
-```
-
-## Origin
-
-{origin}
-"""
+        facts.append(f"Starting from `{_hide_folders(train.init_from)}`{adapted}")
+    names = [Path(part).name for part in (experiment.data.path or experiment.data.corpus).split(",")]
+    facts.append(f"Text: {', '.join(names)}")
+    if data.get("train_sha256"):
+        facts.append(f"Its SHA-256: `{data['train_sha256']}`")
+    is_bpe = isinstance(tokenizer, BPETokenizer)
+    kind = tokenizer.parts()["model"]["type"] if is_bpe else tokenizer.saved["jaxgpt"]
+    seen = run.step * train.batch_size * experiment.model.block_size
+    seconds = [line["seconds"] for line in read_metrics(run.directory / "metrics.jsonl") if line.get("seconds")]
+    facts += [
+        f"Tokenizer: {kind}, {tokenizer.vocab_size:,} tokens",
+        f"Training: step {run.step:,} of {train.steps:,}, {seen:,} tokens seen",
+        f"Optimizer: {experiment.optim.name}, learning rate {experiment.optim.learning_rate:g}",
+        f"Time: {max(seconds, default=0):,.0f} s, on {metadata.device}",
+    ]
+    if run.val_loss is not None:
+        facts.append(f"Validation loss: {run.val_loss:.4f} {experiment.objective.unit}")
+    if metadata.command is not None:
+        facts.append(f"Command: `{_hide_folders(*shlex.split(metadata.command))}`")
+    return facts
 
 
 def _hide_folders(*words: str) -> str:
