@@ -63,7 +63,7 @@ HOMES = {
     "safetensors": ["hf.weights"],
     "gguf": ["gguf.file"],
     "huggingface_hub": ["hf.source", "hf.weights"],
-    "rich": ["runs.log", "tools.prepare"],
+    "rich": ["runs.log"],
     "starlette": ["serve.app", "serve.responses", "serve.server"],
     "uvicorn": ["serve.server"],
     "lm_eval": ["tools.evaluate.tasks"],

@@ -19,7 +19,6 @@ import multiprocessing
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -30,8 +29,6 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from jaxgpt.config.validate import Count, Fraction, Interval
 from jaxgpt.data.corpus import SPLITS, decode_text, parse_line
@@ -58,8 +55,6 @@ START = [0, 0, 0]  # a position: source, row in it, piece of the row
 SAY_EVERY = 10.0  # seconds between lines about the progress
 # Up to the last place where every pattern that `split_words` knows ends a word: a cut there changes no token.
 WORDS = re.compile(r"(?s).*\S(?:(?= )|\n(?=\S))")
-# A row's number, parts of its text, and what tells the bytes of its source read so far.
-Row = tuple[int, Iterable[str], Callable[[], int]]
 
 
 class Piece(NamedTuple):
@@ -70,7 +65,6 @@ class Piece(NamedTuple):
     size: int  # in bytes
     is_last: bool  # whether it is the last of its document
     following: list[int]  # position after it
-    read: int  # bytes of the source read so far
     before: str  # up to `CONTEXT` characters before it in its document
     after: str  # and after it
 
@@ -194,44 +188,25 @@ def encode_sources(
 
     The bytes and characters of each split are counted in the index, in which the end of a document is a newline.
     """
-    given, names = index["arguments"], index["bytes"]
-    starts, done = [0, *names.values()], 0
-    total = sum(starts) if all(starts[1:]) else None
-    pieces = read_pieces([*names], given["column"], given["val_fraction"], index["at"])
-    encoded = encode_all(pieces, tokenizer, file, workers)
-    with contextlib.closing(encoded), show_progress(total, say) as tell:
+    given, names = index["arguments"], [*index["bytes"]]
+    done, said = 0, time.monotonic()
+    pieces = read_pieces(names, given["column"], given["val_fraction"], index["at"])
+    with contextlib.closing(encode_all(pieces, tokenizer, file, workers)) as encoded:
         for batch, tokens in encoded:
             for piece in batch:
                 done += piece.size
                 counts = index["text"][piece.split]
                 counts["bytes"] += piece.size + piece.is_last
                 counts["characters"] += len(piece.text) + piece.is_last
-            last = batch[-1]
-            tell(done if total is None else sum(starts[: last.following[0] + 1]) + last.read)
-            yield tokens, last.following
+            following = batch[-1].following
+            if time.monotonic() - said > SAY_EVERY:
+                said = time.monotonic()
+                say(f"{done / 1e6:,.0f} MB of text; source {following[0] + 1:,} of {len(names):,}")
+            yield tokens, following
     if not index["text"]["train"]["bytes"]:
         wrong = "there is no text" if index["at"] == START else f"val_fraction={given['val_fraction']} holds all out"
         index["at"] = START
         raise UserError(f"{', '.join(names)[:200]}: {wrong}: give more text")
-
-
-@contextlib.contextmanager
-def show_progress(total: int | None, say: Callable[[str], None]) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal, elsewhere a line now and then. Yield a function that takes the bytes so far."""
-    columns = (BarColumn(bar_width=24), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(compact=True))
-    is_terminal, said = sys.stderr is not None and sys.stderr.isatty(), time.monotonic()
-    of_total = "" if total is None else f" of {total / 1e6:,.0f}"
-
-    def tell(done: int) -> None:
-        nonlocal said
-        bar.update(task, completed=done)
-        if not is_terminal and time.monotonic() - said > SAY_EVERY:
-            said = time.monotonic()
-            say(f"{done / 1e6:,.0f}{of_total} MB")
-
-    with Progress(*columns, console=Console(stderr=True), disable=not is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        yield tell
 
 
 # Sources.
@@ -262,34 +237,27 @@ def find_sources(names: Iterable[str]) -> dict[str, int]:
     return found
 
 
-def read_rows(name: str, column: str, skip: int) -> Iterator[Row]:
-    """Yield the rows of a source from row `skip` on."""
+def read_rows(name: str, column: str, skip: int) -> Iterator[tuple[int, Any]]:
+    """Yield the rows of a source from row `skip` on: each number, and parts of a text or an object with columns."""
     kind = KIND.fullmatch(name)
     if name.startswith("hf:"):
         import datasets
 
         path, _, config = name.removeprefix("hf:").partition(":")
         found = datasets.load_dataset(path, config or None, split="train", streaming=True)
-        for row, value in enumerate(found.skip(skip), skip):
-            yield row, value, int
+        yield from enumerate(found.skip(skip), skip)
         return
     with open_file(name) as raw:
         if kind is None or kind[1] is None:
             import pyarrow.parquet
 
             # Else a column of a row group is read at once, however large it is.
-            file, row = pyarrow.parquet.ParquetFile(raw, buffer_size=PIECE, pre_buffer=False), 0
+            file = pyarrow.parquet.ParquetFile(raw, buffer_size=PIECE, pre_buffer=False)
             if column not in (has := file.schema_arrow.names):
                 raise _no_column(name, column, has)
-            size, rows = os.fstat(raw.fileno()).st_size, file.metadata.num_rows
-            for group in range(file.num_row_groups):
-                if (end := row + file.metadata.row_group(group).num_rows) > skip:
-                    batches = file.iter_batches(16, row_groups=[group], columns=[column])
-                    values = (value for batch in batches for value in batch.to_pylist())
-                    for number, value in enumerate(values, row):
-                        if number >= skip:
-                            yield number, value, functools.partial(int, size * number // rows)
-                row = end
+            batches = file.iter_batches(16, columns=[column])
+            values = (value for batch in batches for value in batch.to_pylist())
+            yield from itertools.islice(enumerate(values), skip, None)
             return
         f: Any = gzip.GzipFile(fileobj=raw) if kind[2] == "gz" else raw
         if kind[2] == "zst":
@@ -297,14 +265,14 @@ def read_rows(name: str, column: str, skip: int) -> Iterator[Row]:
 
             f = io.BufferedReader(pyarrow.input_stream(raw, compression="zstd"), PIECE)  # notices a file that is cut
         if kind[1] == "txt":
-            yield 0, decode_text(f, name), raw.tell
+            yield 0, decode_text(f, name)
             return
         for row, line in enumerate(iter(lambda: f.readline(LONGEST_LINE + 1), b"")):
             if len(line) > LONGEST_LINE:
                 raise UserError(f"{name}:{row + 1}: the line is longer than {LONGEST_LINE:,} bytes: cut it")
             line = line if row else line.removeprefix(codecs.BOM_UTF8)
             if row >= skip and line.strip():
-                yield row, parse_row(line, f"{name}:{row + 1}", column), raw.tell
+                yield row, parse_row(line, f"{name}:{row + 1}", column)
 
 
 def parse_row(line: bytes, where: str, column: str) -> Any:
@@ -325,26 +293,20 @@ def read_pieces(
     Raises `UserError` for a source that cannot be read.
     """
     for source in range(start[0], len(names)):
-        name, skip, split = names[source], start[1] if source == start[0] else 0, ""
-        row = skip
+        name, split = names[source], ""
+        row = skip = start[1] if source == start[0] else 0
         try:
-            for row, value, tell in read_rows(name, column, skip):
-                if not isinstance(value, Iterator):
-                    if not isinstance(value, dict) or column not in value:
-                        raise _no_column(f"{name}, row {row + 1}", column, value)
-                    if not isinstance(value[column], str | None):
-                        raise UserError(f"{name}, row {row + 1}: column {column!r} is no text: give another --column")
-                    value = [
-                        (value[column] or "").encode(errors="replace").decode()
-                    ]  # JSON can hold half of a surrogate pair
-                for number, (before, text, after) in enumerate(cut(value)):
+            for row, value in read_rows(name, column, skip):
+                where = f"{name}, row {row + 1}"
+                parts = value if isinstance(value, Iterator) else [read_column(value, column, where)]
+                for number, (before, text, after) in enumerate(cut(parts)):
                     raw, is_last = text.encode(), not after
                     if not number:
                         draw = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
                         split = SPLITS[draw < val_fraction * 2**64]
                     if raw and [source, row, number] >= list(start):
                         following = [source, row + 1, 0] if is_last else [source, row, number + 1]
-                        yield Piece(split, text, len(raw), is_last, following, tell(), before, after)
+                        yield Piece(split, text, len(raw), is_last, following, before, after)
         except UserError:
             raise
         except ImportError as e:
@@ -352,6 +314,15 @@ def read_pieces(
         except Exception as e:  # a dozen packages for networks, formats and compression raise their own
             why = f"cannot be read at or after row {row + 1:,}: {first_line(e)[:200]}"
             raise UserError(f"{name} {why}. If it is damaged, fetch it again or leave it out") from None
+
+
+def read_column(row: Any, column: str, where: str) -> str:
+    """Return the text in a column of a row. Raises `UserError` if there is none."""
+    if not isinstance(row, dict) or column not in row:
+        raise _no_column(where, column, row)
+    if not isinstance(row[column], str | None):
+        raise UserError(f"{where}: column {column!r} is no text: give another --column")
+    return (row[column] or "").encode(errors="replace").decode()  # JSON can hold half of a surrogate pair
 
 
 def _no_column(where: str, column: str, has: Iterable[str]) -> UserError:
