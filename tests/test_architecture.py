@@ -57,7 +57,7 @@ HOMES = {
     "tokenizers": ["data.tokenizer"],
     "jinja2": ["data.render"],
     "llguidance": ["sample.grammar"],
-    "matplotlib": ["runs.metrics", "tools.study"],
+    "matplotlib": ["runs.metrics"],
     "filelock": ["data.corpus", "runs.directory"],
     "fsspec": ["data.corpus"],
     "safetensors": ["hf.weights"],

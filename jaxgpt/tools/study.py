@@ -16,7 +16,7 @@ from jaxgpt.config.validate import check_count, short, short_repr
 from jaxgpt.config.words import replace_fields
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
-from jaxgpt.files import open_whole, render_json, write_whole
+from jaxgpt.files import render_json, write_whole
 from jaxgpt.loss import ObjectiveConfig
 from jaxgpt.parallel.multihost import initialize
 from jaxgpt.runs.directory import is_run, read_metadata
@@ -26,9 +26,7 @@ from jaxgpt.statistics import CONFIDENCE, count_pairs_needed, holm_levels, mean_
 from jaxgpt.tools.grid import Curve, format_table, train_grid
 from jaxgpt.training import fit
 
-STUDY, PLOT = "study.json", "study.png"  # the result and its figure, next to the directories of the variants
-# Colours of the verdicts, of which all others are grey.
-COLOURS = {"better": "#08519c", "worse": "#a50f15"}
+STUDY = "study.json"  # the result, next to the directories of the variants
 # Fields that determine the validation data.
 METRIC = ("data.corpus", "data.path", "data.val_fraction", "train.eval_tokens")
 DISAGREEMENT = 0.1  # nats per token, and fraction: seeds with losses that differ by more than both have no average
@@ -111,7 +109,7 @@ def run_study(
     say: Callable[[str], None] = lambda text: None,
     fit_one: Callable[..., Any] = fit,
 ) -> Study:
-    """Train or resume every variant with seeds 0, 1, ... in subdirectories, compare them, and write `study.json` and `study.png`.
+    """Train or resume every variant with seeds 0, 1, ... in subdirectories, compare them, and write `study.json`.
 
     All variants are trained with one seed before the next seed, so that a change in the machine's speed affects all
     alike, and an interrupted study has complete rounds.
@@ -145,48 +143,7 @@ def run_study(
     by_variant = {name: curves[i :: len(variants)] for i, name in enumerate(variants)}
     found = Study(**compare(by_variant, apart=apart), seeds=seeds, unit=unit)
     write_whole(directory / STUDY, render_json(dataclasses.asdict(found), indent=1, ensure_ascii=False) + "\n")
-    plot_study(found, by_variant, directory / PLOT)
     return found
-
-
-def plot_study(found: Study, curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
-    """Plot the learning curves with 95% intervals, and the differences from the first variant, to a PNG file.
-
-    A curve is the mean over the seeds that did not diverge. A difference has the interval of the table, which is wider
-    where several variants are tested.
-    """
-    from matplotlib.figure import Figure  # takes 2 s to import, and pyplot would set global state
-    from matplotlib.ticker import MaxNLocator
-
-    rows = [row for row in found.tokens.rows[1:] if row.difference is not None]
-    figure = Figure(figsize=(10, max(4.2, 0.6 * len(rows) + 1.5)), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for name, seeds in curves.items():
-        complete = [curve for curve in seeds if curve.losses]
-        if not complete:
-            continue
-        tokens = complete[0].tokens
-        losses = [np.interp(tokens, curve.tokens, curve.losses) for curve in complete]
-        (line,) = left.plot(tokens, np.mean(losses, axis=0), label=name)
-        if len(losses) > 1:
-            mean, margin = mean_interval(np.transpose(losses))
-            left.fill_between(tokens, mean - margin, mean + margin, color=line.get_color(), alpha=0.2, linewidth=0)
-    for place, row in enumerate(rows):
-        color = COLOURS.get(row.verdict, "#636363")
-        right.errorbar(row.difference, place, xerr=row.margin, fmt="o", capsize=3, color=color)
-    right.axvline(0.0, color="#969696", linewidth=1)
-    right.set_yticks(range(len(rows)), [f"{row.variant}\n{row.verdict}" for row in rows])
-    right.set_ylim(max(len(rows), 1) - 0.5, -0.5)
-    left.set(title=f"{found.seeds} seeds, 95% intervals", xlabel="tokens", ylabel=f"validation loss ({found.unit})")
-    right.set(title=f"at {_format_count(found.tokens.at)} tokens", xlabel=f"difference from {next(iter(curves))}")
-    if left.lines:
-        left.legend(frameon=False)
-    for axes in (left, right):
-        axes.xaxis.set_major_locator(MaxNLocator(5))  # more would overlap
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    with open_whole(path) as f:
-        figure.savefig(f, format="png", dpi=130)
 
 
 def check_comparable(variants: Mapping[str, Experiment]) -> None:
@@ -203,7 +160,7 @@ def check_comparable(variants: Mapping[str, Experiment]) -> None:
         for field, (ours, theirs) in differences(variants[first], variants[name]).items():
             if field in metric:
                 raise _no_comparison(first, name, f"{field} is {short(ours)} and {short(theirs)}", "value")
-    places = [".", "..", STUDY, PLOT, *(slug(name).casefold() for name in variants)]
+    places = [".", "..", STUDY, *(slug(name).casefold() for name in variants)]
     if twice := [name for name in variants if places.count(slug(name).casefold()) > 1]:
         raise UserError(f"variants {', '.join(map(repr, twice))} have no directory of their own: give them other names")
 

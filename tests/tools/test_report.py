@@ -1,6 +1,5 @@
 """A run's report: every number again by hand, what a curve says, and the page in a browser."""
 
-import dataclasses
 import importlib
 import json
 import math
@@ -18,30 +17,18 @@ from jaxgpt.parallel.limits import count_parameters
 from jaxgpt.run import Run, load
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.tools.report import judge_learning, make_report, report
-from jaxgpt.training import fit
 from tests.browser import unreadable
 from tests.conftest import REPOSITORY
-from tests.helpers import tiny_experiment
-
-TEXT = "In a village <script>pwned=1</script> of La Mancha there lived not long since a gentleman.\n" * 30
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("report")
-    (directory / "text.txt").write_text(TEXT)
-    e = tiny_experiment(directory / "text.txt", steps=12, eval_every=4, keep_last=2, sample_prompt="In a ")
-    return fit(dataclasses.replace(e, name="reported"), directory / "run", progress=False)
+def found(shown_run):
+    return make_report(shown_run, tokens=30)
 
 
-@pytest.fixture(scope="module")
-def found(run):
-    return make_report(run, tokens=30)
-
-
-def test_the_summary_is_what_was_logged(run, found):
+def test_the_summary_is_what_was_logged(shown_run, found):
     summary, _ = found
-    lines = read_metrics(run.directory / "metrics.jsonl")
+    lines = read_metrics(shown_run.directory / "metrics.jsonl")
     val = [(line["val_loss"], line["step"]) for line in lines if "val_loss" in line]
     assert (summary["validation_loss"]["best"], summary["validation_loss"]["at"]) == min(val)
     assert summary["validation_loss"]["last"] == val[-1][0] and summary["steps"] == {"planned": 12, "logged": 12}
@@ -51,8 +38,8 @@ def test_the_summary_is_what_was_logged(run, found):
     assert summary["configuration"]["train"]["steps"] == 12 and json.loads(json.dumps(summary)) is not None
 
 
-def test_each_checkpoint_has_its_sample(run, found):
-    of_last = load(run.directory, which="last").sample("In a ", max_new_tokens=30, seed=0)
+def test_each_checkpoint_has_its_sample(shown_run, found):
+    of_last = load(shown_run.directory, which="last").sample("In a ", max_new_tokens=30, seed=0)
     assert [found[0]["samples"][-1][key] for key in ("step", "text")] == [12, of_last]
 
 
@@ -61,27 +48,26 @@ def test_the_page(found, open_page, tmp_path):
     assert "<script>pwned" not in html
     path = tmp_path / "report.html"
     path.write_text(html, encoding="utf-8")
-    for scheme, width in (("light", 1280), ("dark", 390)):
-        page = open_page(path, scheme, width)
-        assert page.text_content("#verdict") == "Verdict: learning."
-        assert page.locator("#losses svg circle").count() == 3 and page.locator("blockquote").count() >= 2
-        assert page.evaluate("typeof pwned") == "undefined"
-        rows = page.eval_on_selector_all(
-            "#losses details tbody tr", "all => all.map(row => [...row.cells].map(cell => cell.textContent))"
-        )
-        assert float(rows[-1][1]) == pytest.approx(summary["validation_loss"]["last"], rel=1e-4)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width and page.complaints == []
-        assert unreadable(page) == []
-        page.close()
+    page = open_page(path, "dark", 390)
+    assert page.text_content("#verdict") == "Verdict: learning."
+    assert page.locator("#losses svg circle").count() == 3 and page.locator("blockquote").count() >= 2
+    assert page.evaluate("typeof pwned") == "undefined"
+    rows = page.eval_on_selector_all(
+        "#losses details tbody tr", "all => all.map(row => [...row.cells].map(cell => cell.textContent))"
+    )
+    assert float(rows[-1][1]) == pytest.approx(summary["validation_loss"]["last"], rel=1e-4)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390 and page.complaints == []
+    assert unreadable(page) == []
+    page.close()
 
 
-def test_what_is_written_is_what_is_returned(run, tmp_path):
-    found = report(run.directory, tokens=8, out=str(tmp_path))
+def test_what_is_written_is_what_is_returned(shown_run, tmp_path):
+    found = report(shown_run.directory, tokens=8, out=str(tmp_path))
     assert json.loads((tmp_path / "summary.json").read_text()) == json.loads(json.dumps(found.to_json()))
     assert f"{tmp_path / 'report.html'}: " in str(found)
     (tmp_path / "report.html").unlink()
     with pytest.raises(UserError, match=r"summary\.json exists"):
-        report(run.directory, out=str(tmp_path))
+        report(shown_run.directory, out=str(tmp_path))
 
 
 # What a curve says: on curves that say it clearly, and on those that only just do not.
@@ -126,7 +112,7 @@ def test_what_a_curve_says(losses, training, learning, since):
     assert judge_learning(list(zip(STEPS, losses, strict=False)), training) == (learning, since)
 
 
-def test_what_a_notebook_shows_is_a_line(run):
+def test_what_a_notebook_shows_is_a_line(shown_run):
     """All documented classes that hold arrays, and what the functions of `jaxgpt` return."""
     pages = "".join(page.read_text() for page in (REPOSITORY / "docs/api").glob("*.md"))
     for module, name in re.findall(r"autoclass:: (\S+)\.(\w+)", pages):
@@ -136,9 +122,9 @@ def test_what_a_notebook_shows_is_a_line(run):
             assert cls.__repr__ is short_repr, name
 
     many = np.zeros((50, 60))
-    shown = [run, run.metadata, Generated(tokens=[list(range(1000))] * 100), Ablations(1.0, many, many)]
+    shown = [shown_run, shown_run.metadata, Generated(tokens=[list(range(1000))] * 100), Ablations(1.0, many, many)]
     for value in [*shown, Forward(many, {f"h_{layer}/heads": many for layer in range(99)})]:
         assert len(repr(value)) < 1500 and "\n" not in repr(value), repr(value)
-    size = count_parameters(run.model.shapes())
-    said = f"Run(reported, {size:,} parameters, step {run.step}, validation loss {run.val_loss:.4f} nats per token, in "
-    assert repr(run).startswith(said)
+    size = count_parameters(shown_run.model.shapes())
+    said = f"Run(shown, {size:,} parameters, step {shown_run.step}, validation loss {shown_run.val_loss:.4f} nats per token, in "
+    assert repr(shown_run).startswith(said)

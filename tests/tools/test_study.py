@@ -7,7 +7,6 @@ import math
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from jaxgpt.config.words import replace_fields
 from jaxgpt.errors import Diverged, Preempted, UserError
@@ -16,7 +15,7 @@ from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.statistics import holm_levels
 from jaxgpt.tools import study
 from jaxgpt.tools.grid import Curve, read_curve
-from jaxgpt.tools.study import Study, check_comparable, compare, compare_losses, plot_study, run_study, slug
+from jaxgpt.tools.study import Study, check_comparable, compare, compare_losses, run_study, slug
 from jaxgpt.training import fit
 from tests.helpers import tiny_experiment
 
@@ -133,7 +132,6 @@ def test_a_study_is_its_runs(variants, studied, tmp_path):
     assert [line.split(":")[0] for line in told] == [f"seed {s}, {v}" for s in (0, 1) for v in variants]
     assert (directory / "as-it-is/seed-1/experiment.json").exists()
     assert json.loads((directory / "study.json").read_text()) == dataclasses.asdict(found)
-    assert (directory / "study.png").read_bytes().startswith(b"\x89PNG")
     assert "| as it is |" in str(found) and "over 2 seeds" in str(found) and "| wider |" in str(found)
 
 
@@ -149,42 +147,6 @@ def test_seconds_are_those_of_the_steps(variants, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = read_curve(tmp_path, variants["as it is"])
     assert found == Curve(tokens=[96, 128], seconds=[2 + 2, 2 + 4], losses=[2.0, 1.0])
-
-
-def test_the_figure_has_the_means_and_the_differences_of_the_table(tmp_path, monkeypatch):
-    def runs(*last):
-        return [Curve(tokens=[10, 20], seconds=[1.0, 2.0], losses=[3.0, x]) if x else Curve() for x in last]
-
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, f, **how: drawn.append(figure))
-    curves = {
-        "a": runs(2.0, 2.01, 2.02),
-        "b": runs(1.5, 1.51, 1.53),
-        "c": runs(2.0, 2.02, 2.01),
-        "d": runs(2.0, None, 2.0),
-    }
-    for seeds in (curves, {name: found[:1] for name, found in curves.items()}, {"a": runs(None), "b": runs(None)}):
-        found = Study(**compare(seeds), seeds=3)
-        plot_study(found, seeds, tmp_path / "study.png")
-        left, right = drawn[-1].axes
-        assert [line.get_label() for line in left.lines] == [
-            name for name, runs in seeds.items() if any(c.losses for c in runs)
-        ]
-        rows = [row for row in found.tokens.rows if row.difference is not None]
-        assert [text.get_text() for text in right.get_yticklabels()] == [
-            f"{row.variant}\n{row.verdict}" for row in rows
-        ]
-        assert [bar[0].get_xdata()[0] for bar in right.containers] == [row.difference for row in rows]
-        ends = [bar[2][0].get_segments()[0][:, 0].tolist() for bar in right.containers if bar.has_xerr]
-        assert ends == [
-            pytest.approx([row.difference - row.margin, row.difference + row.margin]) for row in rows if row.margin
-        ]
-        if seeds is curves:
-            assert (
-                left.lines[1].get_ydata() == pytest.approx([3.0, np.mean([1.5, 1.51, 1.53])])
-                and len(left.collections) == 4
-            )
-            assert [row.verdict for row in rows] == ["better", "no more than noise"]
 
 
 @pytest.mark.slow

@@ -20,9 +20,8 @@ from jaxgpt.model import GPTConfig
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.tools.xray.live import hold, make_page
 from jaxgpt.tools.xray.xray import capture_activations
-from jaxgpt.training import fit
 from tests.browser import unnamed, unreadable
-from tests.helpers import apply, make_model, stack_layers, tiny_experiment
+from tests.helpers import apply, make_model, stack_layers
 
 CHARACTERS = "\n 1<>/=()abcdefghijklmnopqrstuvwxyzñ"
 NARROW = GPTConfig(vocab_size=len(CHARACTERS) + 3, block_size=24, n_layer=2, n_head=2, n_embd=16)  # 3 of padding
@@ -52,13 +51,10 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A run of characters, whose model is replaced by others."""
-    directory = tmp_path_factory.mktemp("live")
-    (directory / "text.txt").write_text(CHARACTERS * 20)
-    experiment = tiny_experiment(directory / "text.txt", steps=2, eval_every=2)
-    return fit(dataclasses.replace(experiment, name="live"), directory / "run", progress=False)
+@pytest.fixture
+def base(shown_run):
+    """A run whose model and tokenizer are replaced by others."""
+    return shown_run
 
 
 def with_model(base, config, tokenizer=None):
@@ -112,7 +108,12 @@ GREEDY = """([prompts, length]) => prompts.map((prompt) => {
 READ = "(tokens) => { engine.tokens.length = 0; tokens.forEach((token) => engine.step(token)); }"
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+QUICK = ("gemma", "neox")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
+)
 def test_greedy_tokens_and_activations_are_pythons(base, visit, name):
     run = with_model(base, dataclasses.replace(NARROW, **ARCHITECTURES[name]))
     weights = "float32" if name == "gpt2" else "int8"
@@ -161,11 +162,8 @@ def test_greedy_tokens_and_activations_are_pythons(base, visit, name):
     np.testing.assert_allclose(unpack(seen["sampling"]["logits"]), np.sort(found.logits_V)[::-1], **near)
 
 
-@pytest.mark.parametrize(
-    "name", ["gemma", *(pytest.param(name, marks=pytest.mark.slow) for name in ("quickstart", "neox"))]
-)
-def test_what_is_switched_off_is_zero_as_in_python(base, visit, name):
-    run = with_model(base, dataclasses.replace(NARROW, **ARCHITECTURES[name]))
+def test_what_is_switched_off_is_zero_as_in_python(base, visit):
+    run = with_model(base, dataclasses.replace(NARROW, **ARCHITECTURES["quickstart"]))
     page = visit(run)
     text = np.random.default_rng(1).integers(0, run.tokenizer.vocab_size, 20)
     tokens_BT, all_on = jnp.asarray(text)[None], None
@@ -208,7 +206,9 @@ def bpe(pattern=None):
     return BPETokenizer(json.dumps(saved))
 
 
-@pytest.mark.parametrize("kind", ["char", "byte", "gpt2", "gpt4", "llama3"])
+@pytest.mark.parametrize(
+    "kind", ["char", "llama3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("byte", "gpt2", "gpt4"))]
+)
 def test_tokenizers_are_pythons(base, visit, kind):
     if kind not in ("char", "byte"):
         pytest.importorskip("tokenizers")
@@ -309,15 +309,7 @@ def test_sections_follow_the_text_and_the_switches(typed):
     assert "http://" not in html.replace("http://www.w3.org/2000/svg", "") and "https://" not in html
 
 
-def test_unknown_characters_are_named_and_skipped(typed):
-    _, page = typed
-    page.fill("#text", "aZb漢Z")
-    expect(page.locator("#skipped")).to_have_text("Skipped, since the model does not know them: “Z” “漢”")
-    expect(page.locator("#surprise .tok")).to_have_text(["a", "b"])
-    page.fill("#text", "ab")
-    expect(page.locator("#skipped")).to_be_empty()
-
-
+@pytest.mark.slow
 def test_it_writes_what_is_most_probable_and_stops(typed):
     """At temperature 0, past the context; the window moves by half of it."""
     run, page = typed
@@ -339,18 +331,7 @@ def test_it_writes_what_is_most_probable_and_stops(typed):
     np.testing.assert_allclose(bits_said(page), bits_of(run, text[-read:]), **ROUNDED)
 
 
-def test_it_stops_at_a_stop_token(typed):
-    _, page = typed
-    page.locator("#temperature").fill("0")
-    page.fill("#text", "ab")
-    expect(page.locator("#surprise .tok")).to_have_count(2)
-    page.evaluate("data.stop.push(engine.ranked().ids[0])")
-    page.click("#write")
-    expect(page.locator("#write")).to_have_text("write")
-    expect(page.locator("#said")).not_to_contain_text("Written")
-    assert page.input_value("#text") == "ab"
-
-
+@pytest.mark.slow
 def test_characters_of_several_bytes_are_written_whole(base, visit):
     """By a model that writes ñ forever, of a byte and then the other."""
     config = dataclasses.replace(NARROW, vocab_size=256, position="none", tie_embeddings=False, n_embd=16)
@@ -369,8 +350,8 @@ def test_characters_of_several_bytes_are_written_whole(base, visit):
     assert set(text) == {"ñ"} and len(text) > 10
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "width"), [("light", 360), ("dark", 1280)])
 def test_wide_and_narrow(open_page, base, tmp_path, scheme, width):
     path = tmp_path / "page.html"
     path.write_text(make_page(with_model(base, NARROW), "abc"), encoding="utf-8")

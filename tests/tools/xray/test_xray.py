@@ -14,25 +14,17 @@ from jaxgpt.errors import UserError
 from jaxgpt.sample import Sampling
 from jaxgpt.sample.filters import SamplingRows
 from jaxgpt.tools.xray.xray import attention_shares, capture_activations, project_to_plane, read_embedding, xray
-from jaxgpt.training import fit
 from tests.browser import unnamed, unreadable
-from tests.helpers import make_model, tiny_experiment
+from tests.helpers import make_model
 
 SCRIPT = "<script>pwned=1</script>"
-PROMPT = "la Mancha " + SCRIPT + "\n"
-TEXT = ("En un lugar de la Mancha, " + SCRIPT + "</script><img src=x onerror=pwned=1>\n") * 40
+PROMPT = "La Mancha " + SCRIPT + "\n"
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("xray")
-    text = directory / "text.txt"
-    text.write_text(TEXT)
-    e = tiny_experiment(text, steps=2, eval_every=2)
-    model = dataclasses.replace(e.model, block_size=48, activation="relu")
-    run = fit(dataclasses.replace(e, name="seen", model=model), directory / "run", progress=False)
-    _, params = make_model(run.model.config)  # with opinions, which two steps do not give
-    return dataclasses.replace(run, params=jax.tree.map(lambda x: x if x.ndim < 2 else 5 * x, params))
+def run(shown_run):
+    _, params = make_model(shown_run.model.config)  # with opinions, which a few steps do not give
+    return dataclasses.replace(shown_run, params=jax.tree.map(lambda x: x if x.ndim < 2 else 5 * x, params))
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +87,7 @@ def test_shares_of_a_head():
     assert attention_shares(weights_NTS[:, :2, :2]) is None
 
 
-@pytest.mark.parametrize("size", [1, 1e30])  # squares of the latter are above the largest float32
-def test_the_plane_is_that_of_the_singular_values(size):
+def test_the_plane_is_that_of_the_singular_values(size=1e30):  # its square is above the largest float32
     vectors_ND = np.random.default_rng(0).normal(size=(40, 6)) * [5, 3, 1, 1, 1, 1]
     xy_N2, share = project_to_plane((vectors_ND * size).astype(np.float32))
     u, s, _ = np.linalg.svd(vectors_ND - vectors_ND.mean(axis=0), full_matrices=False)
@@ -121,23 +112,8 @@ def test_surprise_and_its_alternatives(page, run, found):
     assert [row[0].strip("“”") for row in rows] == [e.replace("\n", "↵").replace(" ", "␣") for e in expected]
     assert [number(row[1]) for row in rows] == pytest.approx(found.guess.probabilities_TK[t - 1].tolist(), **NEAR)
     assert "bits" in tokens.nth(t).get_attribute("aria-label")
-    page.mouse.move(5, 5)  # what was under the pointer is no longer chosen
-    assert "position 1, of 0 to" in page.text_content("#position")
-    tokens.nth(t).click()
-    page.mouse.move(5, 5)
-    assert f"position {t}, of 0 to" in page.text_content("#position")
     bits = np.append(0, -found.guess.logprob_T[:-1])
     np.testing.assert_allclose(shades(page, "#surprise .tok"), 100 * bits / bits.max(), atol=1)
-
-
-def test_keys_move_through_the_text(page):
-    page.focus("#surprise .tok >> nth=0")
-    for key, position in (("ArrowRight", 1), ("ArrowDown", 2), ("ArrowLeft", 1), ("End", len(PROMPT) - 1), ("Home", 0)):
-        page.keyboard.press(key)
-        assert f"position {position}, of 0 to" in page.text_content("#position")
-    assert "The first token has no context" in page.text_content("#alternatives")
-    page.click("#next")
-    assert "position 1, of 0 to" in page.text_content("#position")
 
 
 def test_a_head_enlarged(page, found):
@@ -158,25 +134,6 @@ def test_a_head_enlarged(page, found):
     assert int(rows[0][1]) == np.argmax(row)
     assert [number(r[2]) for r in rows] == pytest.approx(np.sort(row)[::-1][: len(rows)].tolist(), **NEAR)
     np.testing.assert_allclose(shades(page, "dialog .tok"), 100 * row / row.max(), atol=2)
-    # On the map itself, by the pointer: the row under it.
-    box = page.locator("#map").bounding_box()
-    page.mouse.move(box["x"] + 5, box["y"] + (20.5 / len(PROMPT)) * box["height"])
-    assert "position 20," in page.text_content("#attended caption")
-    page.click("text=head →")
-    assert page.text_content("#head-title") == "layer 1, head 1"
-    page.keyboard.press("Escape")
-    assert not page.is_visible("dialog")
-
-
-def test_a_map_is_its_weights(page, found):
-    """The pixels of a small map, in which darker is more."""
-    alpha = page.evaluate("""() => {
-      const canvas = document.querySelector("[data-head='0,1'] canvas");
-      const image = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
-      return [...image.data].filter((_, i) => i % 4 === 3);
-    }""")
-    T = len(PROMPT)
-    np.testing.assert_allclose(np.reshape(alpha, (T, T)) / 255, np.sqrt(found.weights_LNTS[0][1]), atol=1 / 255)
 
 
 def test_tables_of_a_position(page, found):
@@ -224,17 +181,9 @@ def test_units_and_what_excites_them(page, run, found):
     np.testing.assert_allclose(shades(page, "#mlp .tok"), 100 * of_unit_T / of_unit_T.max(), atol=4)  # sixteen levels
     examples = cells(page, "#examples")
     assert len(examples) == 4 and page.locator("#examples mark").count() == 4
-    texts = [row[1].replace("↵", "\n") for row in examples]
-    assert all(text.strip("\n") in TEXT.replace(" ", " ") or "␣" in text or "\n" in text for text in texts)
     values = [number(row[0]) for row in examples]
     assert values == sorted(values, reverse=True) and values[0] >= 0.9 * of_unit_T.max()
-    for unit in range(6):  # no text of the user runs
-        page.fill("#unit", str(unit))
-        page.keyboard.press("Enter")
     assert page.evaluate("typeof pwned") == "undefined" and page.locator("img").count() == 0
-    page.fill("#unit", "99999")
-    page.keyboard.press("Enter")
-    assert page.input_value("#unit") == str(len(hidden_F) - 1)
 
 
 def test_embeddings_and_neighbours(page, run):
@@ -245,13 +194,9 @@ def test_embeddings_and_neighbours(page, run):
     said = [number(row[1]) for row in cells(page, "#neighbours")]
     assert said == pytest.approx(np.sort(cosine_V)[::-1][:5].tolist(), **NEAR)
     assert page.locator("#embeddings svg text").count() == run.tokenizer.vocab_size
-    page.locator("#embeddings svg text[data-i='0']").hover(force=True)
-    assert page.input_value("#embedding-token") == "0"
 
 
-@pytest.mark.parametrize(
-    "how", [{}, {"temperature": 0.5}, {"temperature": 2.0, "top_k": 4}, {"top_p": 0.6}, {"temperature": 0.0}]
-)
+@pytest.mark.parametrize("how", [{"temperature": 2.0, "top_k": 4}, {"top_p": 0.6}, {"temperature": 0.0}])
 def test_sliders_draw_what_sampling_draws(page, found, how):
     for name, value in ({"temperature": 1.0} | how).items():
         page.locator(f"#{name.replace('_', '-')}").fill(str(value))
@@ -260,12 +205,9 @@ def test_sliders_draw_what_sampling_draws(page, found, how):
     assert re.search(r"be drawn: (\d+) of", page.text_content("#drawn"))[1] == str(len(expected))
     said = page.eval_on_selector_all("#drawn td[data-p]", "all => all.map(e => Number(e.dataset.p))")
     np.testing.assert_allclose(said, expected[:20], rtol=2e-3, atol=1e-6)
-    page.focus("#temperature")
-    before = page.text_content("#drawn")
-    page.keyboard.press("PageUp")
-    assert page.text_content("#drawn") != before
 
 
+@pytest.mark.slow
 def test_everything_has_a_name_and_a_place_in_order(page):
     """What a screen reader says of each control, and what the keyboard reaches."""
     assert unnamed(page) == []
@@ -282,8 +224,8 @@ def test_everything_has_a_name_and_a_place_in_order(page):
     assert page.evaluate("document.activeElement.className") == "skip"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "width"), [("light", 390), ("dark", 1280)])
 def test_light_and_dark_wide_and_narrow(open_page, path, scheme, width):
     page = open_page(path, scheme, width)
     light = page.evaluate("""() => ["backgroundColor", "color"].map((name) => {
@@ -306,12 +248,13 @@ def data_of(html):
     return json.loads(re.search(r'id="data">(.*?)</script>', html, re.DOTALL)[1])
 
 
+@pytest.mark.slow
 def test_a_packed_run_is_seen_as_it_reads(run):
     """Its embeddings to the half of a step of 8 bits, and no scale counted as a parameter."""
-    html = xray(run, "la", corpus_tokens=0)
-    assert xray(run, run.tokenizer.encode("la").tolist(), corpus_tokens=0) == html
+    html = xray(run, "La", corpus_tokens=0)
+    assert xray(run, run.tokenizer.encode("La").tolist(), corpus_tokens=0) == html
     packed, whole = run.for_decoding("int8"), data_of(html)
-    found = data_of(xray(packed, "la", corpus_tokens=0))
+    found = data_of(xray(packed, "La", corpus_tokens=0))
     assert found["facts"] == whole["facts"]
     rows_VD, exact_VD = read_embedding(packed.params), read_embedding(run.params)
     assert (np.abs(rows_VD - exact_VD).max(axis=1) <= 0.51 / 127 * np.abs(exact_VD).max(axis=1)).all()
@@ -319,16 +262,16 @@ def test_a_packed_run_is_seen_as_it_reads(run):
 
 
 def test_without_a_corpus_it_says_why(run, tmp_path, monkeypatch):
-    assert "switched off" in data_of(xray(run, "la", corpus_tokens=0))["why_no_corpus"]
+    assert "switched off" in data_of(xray(run, "La", corpus_tokens=0))["why_no_corpus"]
     moved = dataclasses.replace(run.experiment.data, path=str(tmp_path / "gone.txt"))
     gone = dataclasses.replace(run, experiment=dataclasses.replace(run.experiment, data=moved))
-    assert data_of(xray(gone, "la"))["corpus"] is not None  # its tokens are in the cache
+    assert data_of(xray(gone, "La"))["corpus"] is not None  # its tokens are in the cache
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "empty"))
-    found = data_of(xray(gone, "la"))
+    found = data_of(xray(gone, "La"))
     assert found["corpus"] is None and "gone.txt" in found["why_no_corpus"] and "--data" in found["why_no_corpus"]
     other = tmp_path / "other.txt"
-    other.write_text("un lugar de la " * 20)
-    assert data_of(xray(gone, "la", data=str(other)))["corpus"]["window"] == 48
+    other.write_text("village of La " * 20)
+    assert data_of(xray(gone, "La", data=str(other)))["corpus"]["window"] == 48
 
 
 @pytest.mark.parametrize(
@@ -337,22 +280,22 @@ def test_without_a_corpus_it_says_why(run, tmp_path, monkeypatch):
         ("", {}, "the prompt is empty"),
         ([], {}, "the prompt is empty"),
         ([0, 9999], {}, "prompt has ids from 0 to 9999"),
-        ("la Mancha " * 6, {}, "has 60 tokens, and the context of .* is 48"),
-        ("la", {"data": "short.txt"}, "has 5 tokens, needed 48"),
-        ("la", {"corpus_tokens": -1}, "corpus_tokens=-1: needs at least 0"),
+        ("La Mancha " * 6, {}, "has 60 tokens, and the context of .* is 48"),
+        ("La", {"data": "short.txt"}, "has 5 tokens, needed 48"),
+        ("La", {"corpus_tokens": -1}, "corpus_tokens=-1: needs at least 0"),
     ],
 )
 def test_what_it_refuses(run, tmp_path, monkeypatch, prompt, how, words):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "short.txt").write_text("lugar")
+    (tmp_path / "short.txt").write_text("there")
     with pytest.raises(UserError, match=words):
         xray(run, prompt, **how)
 
 
-@pytest.mark.parametrize("prompt", ["E", "En", "\n"])
-def test_shortest_prompts(run, open_page, tmp_path, prompt):
+@pytest.mark.slow
+def test_a_prompt_of_one_token(run, open_page, tmp_path):
     path = tmp_path / "short.html"
-    path.write_text(xray(run, prompt, corpus_tokens=0), encoding="utf-8")
+    path.write_text(xray(run, "I", corpus_tokens=0), encoding="utf-8")
     page = open_page(path)
-    assert page.locator("#surprise .tok").count() == len(prompt) and page.complaints == []
+    assert page.locator("#surprise .tok").count() == 1 and page.complaints == []
     page.close()
