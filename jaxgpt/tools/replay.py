@@ -20,15 +20,16 @@ import jax
 import numpy as np
 
 from jaxgpt.config.validate import Count, Fraction, Interval, check_count, check_value
+from jaxgpt.config.words import replace_fields
 from jaxgpt.errors import UserError
-from jaxgpt.files import is_there, parse_json, render_json
+from jaxgpt.files import parse_json, render_json
 from jaxgpt.parallel.jax_setup import first_device
 from jaxgpt.parallel.trainer import fit_devices, gather_params
 from jaxgpt.runs.autopsy import NonFiniteReport, debug_step, format_report
 from jaxgpt.runs.checkpoint import CorruptCheckpoint, open_checkpoints
-from jaxgpt.runs.directory import find_run, installed_versions, read_metadata
+from jaxgpt.runs.directory import RunMetadata, find_run, installed_versions, read_metadata
 from jaxgpt.runs.metrics import parse_metrics, read_metrics
-from jaxgpt.train import Metrics, TrainState, why_skipped
+from jaxgpt.train import TrainState, why_skipped
 from jaxgpt.training import Training, open_training
 
 TIMES = ("tokens_per_second", "mfu", "seconds")  # what a line says of the machine, which no audit can repeat
@@ -110,21 +111,17 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     )
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditResult:
     """Result of an audit."""
 
     run: str
-    tolerance: float  # relative difference that is accepted, 0 for none
     steps: int  # steps that the run has
+    retaken: int  # steps repeated
     seed: int  # seed of the random draw
+    tolerance: float  # relative difference that is accepted, 0 for none
     elsewhere: list[str]  # how the place where the run was started differs from here: the last bits may differ
-    findings: list[str] = dataclasses.field(default_factory=list)  # what differs from what was written, by how much
-    retaken: int = 0  # steps repeated
-    compared_steps: int = 0  # lines of the log
-    compared_checkpoints: int = 0
-    compared_validations: int = 0
-    verified_checkpoints: int = 0  # checkpoints with files that have their SHA-256
+    findings: list[str]  # what differs from what was written, by how much
 
     @property
     def accepted(self) -> bool:
@@ -136,42 +133,34 @@ class AuditResult:
         """Return whether every step was repeated."""
         return self.retaken == self.steps
 
-    def compare(self, what: str, claimed: Any, again: Any) -> None:
-        """Add a finding unless two numbers or arrays are equal. A number that is not finite is written as None."""
-        if claimed is None:
-            equal, by = not math.isfinite(again), ""
-        else:
-            x, y = np.asarray(claimed, np.float64), np.asarray(again, np.float64)
-            distance = float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30))
-            equal = np.array_equal(x, y, equal_nan=True) or distance <= self.tolerance
-            by = f", {distance:.1e} apart"
-        if not equal:
-            was, now = ("an array" if isinstance(value, np.ndarray) else value for value in (claimed, again))
-            self.findings.append(f"{what} is {was} in the run, {now} here{by}")
-
     def to_json(self) -> dict[str, Any]:
         """Return the fields and the verdict."""
         return dataclasses.asdict(self) | {"accepted": self.accepted, "is_whole": self.is_whole}
 
     def __str__(self) -> str:
-        more = len(self.findings) - MOST_PRINTED
         exact = f"within {self.tolerance:g}" if self.tolerance else "bit for bit"
-        lines = [
-            f"{self.run}: {'accepted' if self.accepted else 'not accepted'}",
-            *(f"  {finding}" for finding in self.findings[:MOST_PRINTED]),
-            *([f"  and {more:,} more"] if more > 0 else []),
-            f"{self.retaken:,} of {self.steps:,} steps re-taken and compared {exact}: {self.compared_steps:,} lines of "
-            f"the log, {self.compared_checkpoints:,} checkpoints, {self.compared_validations} validation losses; "
-            f"{self.verified_checkpoints:,} checkpoints, configuration and data have their SHA-256",
-        ]
+        lines = [f"{self.run}: {'accepted' if self.accepted else 'not accepted'}"]
+        lines += [f"  {finding}" for finding in self.findings[:MOST_PRINTED]]
+        if len(self.findings) > MOST_PRINTED:
+            lines.append(f"  and {len(self.findings) - MOST_PRINTED:,} more")
+        lines.append(f"{self.retaken:,} of {self.steps:,} steps re-taken and compared {exact}")
         if self.accepted and self.is_whole:
             lines.append(f"Every step was re-taken and is right, {exact}.")
         if not self.accepted and self.elsewhere:
+            where = "; ".join(self.elsewhere)
             lines.append(
-                f"The run was computed elsewhere ({'; '.join(self.elsewhere)}), where the last bits may differ: "
-                "--tolerance 1e-3 accepts that"
+                f"The run was computed elsewhere ({where}), where the last bits may differ: --tolerance 1e-3 accepts that"
             )
         return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Claims:
+    """The numbers that a run states for its steps."""
+
+    steps: dict[int, dict[str, Any]]  # the lines of metrics.jsonl with a loss or a reason to skip
+    validations: dict[int, dict[str, Any]]  # the lines with a validation loss
+    kept: dict[int, float | None]  # the validation loss of each undamaged checkpoint
 
 
 def audit(
@@ -191,7 +180,7 @@ def audit(
 
     Args:
         run: run directory, by default the newest under runs/
-        steps: most steps to repeat, which are all if the run has no more, by default 3.5% of them
+        steps: most steps to repeat, which are all if the run has no more, by default 3.5% of them. One is drawn always
         seed: seed of the random draw, by default a new one each time
         data: the text, if it is elsewhere now, by default where the run read it
         tolerance: relative difference to accept, for a run of other hardware or versions. 0 accepts only equal bits
@@ -201,156 +190,161 @@ def audit(
         UserError: the run is imported or has no checkpoint, or its configuration or data have changed or are missing.
     """
     metadata = read_metadata(find_run(run))
-    config, total = metadata.experiment.data, metadata.experiment.train.steps
-    left = int(SHARE * total) if steps is None else check_count("steps", steps)
+    steps = None if steps is None else check_count("steps", steps)
     seed = secrets.randbits(32) if seed is None else check_value("seed", seed, int)
+    training = _open_to_audit(metadata, data)
+    total = metadata.experiment.train.steps
+    here = installed_versions() | {"device": first_device().device_kind}
+    there = metadata.versions | {"device": metadata.device}
+    claims, findings = _read_claims(training, total)
+    stops = _draw_steps(claims, int(SHARE * total) if steps is None else steps, seed)
+    retaken = sum(stop - start for start, stop in stops.items())
+    say(f"re-taking {retaken:,} of {total:,} steps")
+    measured: set[int] = set()
+    for start, stop in sorted(stops.items()):
+        findings += _retake(training, metadata, claims, start, stop, tolerance)
+        measured |= {step for step in claims.validations if start < step <= stop}
+    newest = max((step for step, val_loss in claims.kept.items() if val_loss is not None), default=None)
+    if newest is not None and newest not in measured:
+        findings += _validate(training, claims, newest, training.restore_or_init(newest), tolerance)
+    return AuditResult(
+        run=str(metadata.directory),
+        steps=total,
+        retaken=retaken,
+        seed=seed,
+        tolerance=tolerance,
+        elsewhere=[f"{name} {there.get(name)}, here {x}" for name, x in here.items() if there.get(name) != x],
+        findings=findings,
+    )
+
+
+def _open_to_audit(metadata: RunMetadata, data: str | None) -> Training:
+    """Open a run with its text, or with another copy of it. Raises `UserError` if there is nothing to audit."""
     if metadata.imported is not None:
         raise UserError(f"{metadata.directory} is an imported model: there is no training to audit")
     open_checkpoints(metadata.directory)  # refused without any
+    experiment = metadata.experiment
     if data is not None:
-        if not is_there(Path(data), "Name another text with --data."):
-            raise UserError(f"no file or folder at {data}: name another text with --data")
-        config = dataclasses.replace(config, path=data)
-    experiment = dataclasses.replace(metadata.experiment, data=config)
+        experiment = replace_fields(experiment, {"data.path": data})
     remedy = "to audit it, name that text with --data"
-    training = open_training(fit_devices(experiment), metadata.directory, metadata, remedy=remedy)
-    here, there = (
-        installed_versions() | {"device": first_device().device_kind},
-        metadata.versions | {"device": metadata.device},
-    )
-    elsewhere = [f"{name} {there.get(name)}, here {value}" for name, value in here.items() if there.get(name) != value]
-    found = AuditResult(run=str(metadata.directory), tolerance=tolerance, steps=total, seed=seed, elsewhere=elsewhere)
-    claims = _read_claims(training, found)
-    last = max((*claims.steps, *claims.validations, *claims.kept), default=0)
-    starts = {
-        step: max(state for state in (0, *claims.kept) if state < step)
-        for step in sorted({*claims.steps, *claims.validations, *claims.kept})
-    }
-    least = min((step - start for step, start in starts.items()), default=0)
-    if steps is not None and left < least:
-        raise UserError(
-            f"steps={steps}: the nearest logged step is {least} steps after a checkpoint: give at least {least}"
-        )
-    left = max(left, least)
-    stops: dict[int, int] = {}  # {step to start from, 0 for the seed: the last step to take from there}
-    for step in np.random.default_rng(seed).permutation(list(starts)).tolist():
-        start = starts[step]
-        cost = max(0, step - stops.get(start, start))
-        if cost <= left:
-            stops[start] = max(step, stops.get(start, start))
-            left -= cost
-    found.retaken = sum(stop - start for start, stop in stops.items())
-    say(f"re-taking {found.retaken:,} of {total:,} steps")
-    measured: set[int] = set()
-
-    def measure(step: int, state: TrainState) -> None:
-        """Measure the validation loss after a step, and compare it with the log and with the checkpoint's."""
-        val_loss, val_losses = training.measure_val_loss(training.trainer.merged_params(state))
-        line = claims.validations.get(step, {"val_loss": claims.kept.get(step)})
-        claimed = {"val_loss": line["val_loss"], **line.get("val_losses", {})}
-        again = {"val_loss": val_loss, **val_losses}
-        _compare_names(found, step, claimed, again)
-        measured.add(step)
-
-    for start, stop in sorted(stops.items()):
-        state = training.restore_or_init(start)
-        for step, taken, metrics in training.take_steps(state, start, stop):
-            state = taken
-            due = next(each for each in reversed(metadata.intervals) if each.after < step)
-            is_logged = step % due.log_every == 0 or step == total
-            _compare_line(found, claims.steps.get(step), step, metrics, training, is_logged=is_logged)
-            if step in claims.validations:
-                measure(step, state)
-            elif (step % due.eval_every == 0 and not step == last < total) or step == total:  # where a signal ended it
-                found.findings.append(f"step {step}: its validation loss is not in the log")
-        if stop in claims.kept:
-            found.compared_checkpoints += 1
-            claimed = training.restore_or_init(stop)
-            for item in ("params", "opt_state"):
-                arrays = jax.tree.leaves_with_path(getattr(claimed, item))
-                for (path, x), y in zip(arrays, jax.tree.leaves(getattr(state, item)), strict=True):
-                    what = f"checkpoint {stop}: {item}{jax.tree_util.keystr(path)}"
-                    found.compare(what, np.asarray(x), np.asarray(y))
-    newest = max((step for step, val_loss in claims.kept.items() if val_loss is not None), default=None)
-    if newest is not None and newest not in measured:
-        measure(newest, training.restore_or_init(newest))
-    found.compared_validations = len(measured)
-    return found
+    return open_training(fit_devices(experiment), metadata.directory, metadata, remedy=remedy)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Claims:
-    """The numbers that a run states for its steps."""
-
-    steps: dict[int, dict[str, Any]]  # the lines of metrics.jsonl with a loss or a reason to skip
-    validations: dict[int, dict[str, Any]]  # the lines with a validation loss
-    kept: dict[int, float | None]  # the validation loss of each undamaged checkpoint
-
-
-def _read_claims(training: Training, found: AuditResult) -> _Claims:
+def _read_claims(training: Training, total: int) -> tuple[_Claims, list[str]]:
     """Return what a run claims. What cannot be true, whatever its steps give, is a finding."""
     lines, damaged = parse_metrics(training.directory / "metrics.jsonl")
-    claims = _Claims({}, {}, {})
-    found.findings += [damaged] if damaged else []
-    impossible = f"is in the run, which has the steps 1 to {found.steps}"
+    claims, findings = _Claims({}, {}, {}), [damaged] if damaged else []
+    impossible = f"is in the run, which has the steps 1 to {total}"
     for line in lines:
         step, kinds = line["step"], [name for name in ("loss", "skipped", "val_loss") if name in line]
         claimed = claims.validations if kinds == ["val_loss"] else claims.steps
         if len(kinds) != 1:
-            found.findings.append(f"step {step}: a line of the log has {' and '.join(kinds) or 'no loss'}")
-        elif not 1 <= step <= found.steps:
-            found.findings.append(f"step {step}: {impossible}")
+            findings.append(f"step {step}: a line of the log has {' and '.join(kinds) or 'no loss'}")
+        elif not 1 <= step <= total:
+            findings.append(f"step {step}: {impossible}")
         elif step in claimed:
-            found.findings.append(f"step {step}: a second line of the log has {kinds[0]}")
+            findings.append(f"step {step}: a second line of the log has {kinds[0]}")
         else:
             claimed[step] = line
     for step in training.checkpoints.steps():
         try:
             training.checkpoints.verify(step)
         except (CorruptCheckpoint, OSError) as e:
-            found.findings.append(str(e))
+            findings.append(str(e))
             continue
-        if not 1 <= step <= found.steps:
-            found.findings.append(f"checkpoint {step}: {impossible}")
+        if not 1 <= step <= total:
+            findings.append(f"checkpoint {step}: {impossible}")
             continue
         claims.kept[step] = training.checkpoints.val_loss(step)
         logged = claims.validations.get(step, {}).get("val_loss")
         if claims.kept[step] != logged:
-            found.findings.append(f"checkpoint {step}: its val_loss is {claims.kept[step]}, and {logged} in the log")
-    found.verified_checkpoints = len(claims.kept)
-    return claims
+            findings.append(f"checkpoint {step}: its val_loss is {claims.kept[step]}, and {logged} in the log")
+    return claims, findings
 
 
-def _compare_line(
-    found: AuditResult,
-    line: dict[str, Any] | None,
-    step: int,
-    metrics: Metrics,
-    training: Training,
-    *,
-    is_logged: bool,
-) -> None:
-    """Compare the line of a training step with what the step gives here. is_logged: whether it needs a line."""
-    why, experiment = why_skipped(metrics), training.experiment
-    if line is None:
-        if why is not None or is_logged:
-            found.findings.append(f"step {step}: is not in the log{'' if why is None else f', skipped here: {why}'}")
-        return
-    found.compared_steps += 1
-    claimed = line.get("skipped")
-    if why is not None or claimed is not None:
-        if None in (why, claimed) or (why != claimed and not found.tolerance):
-            found.findings.append(f"step {step}: skipped is {claimed} in the run, {why} here")
-        return
-    known = {name: value for name, value in metrics.items() if name != "in_a_row"}
-    known["tokens"] = step * experiment.train.batch_size * experiment.model.block_size
-    _compare_names(found, step, {name: value for name, value in line.items() if name not in ("step", *TIMES)}, known)
+def _draw_steps(claims: _Claims, limit: int, seed: int) -> dict[int, int]:
+    """Draw steps that a run states something of, in the order of a seed, as many as can be repeated in `limit` steps, or one.
+
+    Returns:
+        {step to start from, a checkpoint's or 0 for the seed: the last step to take from there}.
+    """
+    starts = {}
+    for step in sorted({*claims.steps, *claims.validations, *claims.kept}):
+        starts[step] = max(state for state in (0, *claims.kept) if state < step)
+    least = min((step - start for step, start in starts.items()), default=0)
+    left = max(limit, least)
+    stops: dict[int, int] = {}
+    for step in np.random.default_rng(seed).permutation(list(starts)).tolist():
+        start = starts[step]
+        cost = max(0, step - stops.get(start, start))
+        if cost <= left:
+            stops[start] = max(step, stops.get(start, start))
+            left -= cost
+    return stops
 
 
-def _compare_names(found: AuditResult, step: int, claimed: dict[str, Any], again: dict[str, Any]) -> None:
-    """Compare the numbers of a line, which has exactly the names that are found here."""
-    for name in sorted({*claimed, *again}):
-        if name in claimed and name in again:
-            found.compare(f"step {step}: {name}", claimed[name], float(again[name]))
+def _retake(
+    training: Training, metadata: RunMetadata, claims: _Claims, start: int, stop: int, tolerance: float
+) -> list[str]:
+    """Take the steps after `start` to `stop` again, and return what differs from what the run states of them."""
+    findings, experiment, total = [], training.experiment, metadata.experiment.train.steps
+    last = max((*claims.steps, *claims.validations, *claims.kept))
+    state = training.restore_or_init(start)
+    for step, taken, metrics in training.take_steps(state, start, stop):
+        state = taken
+        due = next(each for each in reversed(metadata.intervals) if each.after < step)
+        why, line = why_skipped(metrics), claims.steps.get(step)
+        again = {name: float(value) for name, value in metrics.items() if name != "in_a_row"}
+        again["tokens"] = step * experiment.train.batch_size * experiment.model.block_size
+        if line is None:
+            if why is not None or step % due.log_every == 0 or step == total:
+                findings.append(f"step {step}: is not in the log{'' if why is None else f', skipped here: {why}'}")
+        elif why is not None or "skipped" in line:
+            claimed = line.get("skipped")
+            if None in (why, claimed) or (why != claimed and not tolerance):
+                findings.append(f"step {step}: skipped is {claimed} in the run, {why} here")
         else:
-            found.findings.append(f"step {step}: {name} is {'not ' * (name not in claimed)}in the log")
+            claimed = {name: value for name, value in line.items() if name not in ("step", *TIMES)}
+            findings += _compare(f"step {step}: ", claimed, again, tolerance)
+        if step in claims.validations:
+            findings += _validate(training, claims, step, state, tolerance)
+        elif (step % due.eval_every == 0 and not step == last < total) or step == total:  # where a signal ended it
+            findings.append(f"step {step}: its validation loss is not in the log")
+    if stop in claims.kept:
+        kept = training.restore_or_init(stop)
+        for item in ("params", "opt_state"):
+            claimed, again = (
+                {
+                    jax.tree_util.keystr(path): np.asarray(x)
+                    for path, x in jax.tree.leaves_with_path(getattr(each, item))
+                }
+                for each in (kept, state)
+            )
+            findings += _compare(f"checkpoint {stop}: {item}", claimed, again, tolerance)
+    return findings
+
+
+def _validate(training: Training, claims: _Claims, step: int, state: TrainState, tolerance: float) -> list[str]:
+    """Measure the validation loss after a step, and compare it with the log's or the checkpoint's."""
+    val_loss, val_losses = training.measure_val_loss(training.trainer.merged_params(state))
+    line = claims.validations.get(step, {"val_loss": claims.kept.get(step)})
+    claimed = {"val_loss": line["val_loss"], **line.get("val_losses", {})}
+    return _compare(f"step {step}: ", claimed, {"val_loss": val_loss, **val_losses}, tolerance)
+
+
+def _compare(what: str, claimed: dict[str, Any], again: dict[str, Any], tolerance: float) -> list[str]:
+    """Return the names whose numbers or arrays differ, or which only one has. None stands for one that is not finite."""
+    findings = []
+    for name in sorted({*claimed, *again}):
+        if name not in claimed or name not in again:
+            findings.append(f"{what}{name} is {'not ' * (name not in claimed)}in the log")
+            continue
+        was, now = claimed[name], again[name]
+        if was is None and not math.isfinite(now):
+            continue
+        x, y = np.asarray(np.nan if was is None else was, np.float64), np.asarray(now, np.float64)
+        distance = float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30))
+        if not (np.array_equal(x, y, equal_nan=True) or distance <= tolerance):
+            was, now = ("an array" if x.ndim else value for value in (was, now))
+            findings.append(f"{what}{name} is {was} in the run, {now} here, {distance:.1e} apart")
+    return findings

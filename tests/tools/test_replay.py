@@ -46,7 +46,6 @@ def test_random_steps_of_an_honest_run_are_right_and_nothing_is_written(honest):
     before = {path: path.stat().st_mtime_ns for path in honest.rglob("*")}
     found = audit(honest, steps=6)
     assert found.accepted and not found.is_whole and 1 <= found.retaken <= 6 and not found.elsewhere
-    assert found.compared_validations >= 1 and found.verified_checkpoints == STEPS // KEEP
     assert "accepted" in str(found) and "bit for bit" in str(found)
     assert audit(honest, steps=6, seed=found.seed) == found
     assert {path: path.stat().st_mtime_ns for path in honest.rglob("*")} == before
@@ -171,12 +170,8 @@ def test_an_audit_takes_at_least_one_logged_step_again(honest, tmp_path):
     lines = [line for line in read_metrics(run / "metrics.jsonl") if line["step"] in (10, STEPS)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     edit_record(run, lambda record: record["experiment"]["train"].update(log_every=10, eval_every=STEPS))
-    with pytest.raises(
-        UserError, match="steps=9: the nearest logged step is 10 steps after a checkpoint: give at least 10"
-    ):
-        audit(run, steps=9)
-    found = audit(run)
-    assert found.accepted and found.retaken == 10 and found.compared_steps == 1
+    found = audit(run, steps=9)
+    assert found.accepted and found.retaken == 10
 
 
 # Honest runs of all kinds: other fields of the experiment.
