@@ -36,7 +36,7 @@ COMMANDS = {
     "chat": Command("cli.chat:chat", "[RUN]", "Talk with a model, in the terminal."),
     "serve": Command("cli.serve:serve", "[RUN]", "Serve a run: OpenAI's interface, and a page."),
     "evaluate": Command("cli.commands:evaluate", "[RUN]", "Measure loss and perplexity of a run on held-out text."),
-    "report": Command("tools.report:report", "[RUN]", "Summarise a run as an HTML page and JSON."),
+    "report": Command("tools.report:report", "[RUN]", "Summarise a run as an HTML page."),
     "xray": Command("cli.commands:xray", "[RUN]", "Show what a model does with a text, as an HTML page."),
     "page": Command("cli.commands:page", "[RUN]", "Write a model as an HTML page that runs it."),
     "runs": Command("tools.overview:runs", "[DIRECTORY]", "List all runs below a directory."),

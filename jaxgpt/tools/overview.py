@@ -16,13 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxgpt.errors import UserError, first_line, reason_of
-from jaxgpt.files import Result, is_there, read_json
+from jaxgpt.files import Result, is_there
 from jaxgpt.model import GPTConfig
 from jaxgpt.parallel import limits
 from jaxgpt.runs.directory import RunMetadata, is_training, read_metadata
 from jaxgpt.runs.metrics import finite_values, parse_metrics
 
-LARGEST_SUMMARY = 2**26  # longest summary.json to read, in bytes
 LARGEST_FIRST = ("size", "tokens", "speed", "date")
 
 
@@ -40,7 +39,6 @@ class Row:
     reward: float | None = None  # the last one logged, of a run that draws its own rows
     speed: float | None = None  # median of the log, in tokens per second
     date: str | None = None  # when metrics.jsonl or experiment.json was last written, ISO 8601, local time
-    verdict: str | None = None  # the verdict of `jaxgpt report`
     problem: str | None = None  # what is damaged, and left out of the other fields
 
 
@@ -83,13 +81,13 @@ def _read_row(directory: Path) -> Row:
     """Return the row of a run, also of one that cannot be read."""
     try:
         return _read_run(directory)
-    except (KeyError, OSError, OverflowError, TypeError, ValueError) as e:  # also `UserError`
+    except (OSError, OverflowError, ValueError) as e:  # also `UserError`
         return Row(name=str(directory), status="damaged", problem=first_line(e).removeprefix(f"{directory}/"))
 
 
 def _read_run(directory: Path) -> Row:
     """Return the row of a run, with what is left of a damaged log. Raises `UserError` for a run that cannot be read."""
-    metadata, log, summary = read_metadata(directory), directory / "metrics.jsonl", directory / "summary.json"
+    metadata, log = read_metadata(directory), directory / "metrics.jsonl"
     lines, problem = parse_metrics(log)
     written = max(path.stat().st_mtime for path in (directory / "experiment.json", log) if path.exists())
     config, is_imported = metadata.experiment.train, metadata.imported is not None
@@ -107,7 +105,6 @@ def _read_run(directory: Path) -> Row:
         reward=rewards[-1] if rewards else None,
         speed=statistics.median(rates) if rates else None,
         date=datetime.datetime.fromtimestamp(written).astimezone().isoformat(timespec="seconds"),
-        verdict=read_json(summary, LARGEST_SUMMARY)["verdict"] if summary.exists() else None,
         problem=problem.removeprefix(f"{directory}/") or None,
     )
 
@@ -139,14 +136,14 @@ def count_parameters(config: GPTConfig) -> int:
 
 def format_rows(rows: Sequence[Row]) -> str:
     """Return the table as lines of text."""
-    head = ["run", "size", "tokens", "loss", "tokens/s", "date", "status", "verdict"]
+    head = ["run", "size", "tokens", "loss", "tokens/s", "date", "status"]
     table = [head]
     for row in rows:
         reached = f" {row.step}/{row.steps}" if row.status in ("training", "interrupted", "diverged") else ""
         loss = "" if row.loss is None else f"{row.loss:.4f}"
         speed = "" if row.speed is None else f"{row.speed:,.0f}"
         cells = [row.name, _shorten(row.size), _shorten(row.tokens), loss, speed, (row.date or "")[:10]]
-        cells += [row.status + reached, row.problem or row.verdict or ""]
+        cells.append(row.problem or row.status + reached)
         table.append([cell if cell.isprintable() else repr(cell) for cell in cells])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     numbers = range(1, 5)

@@ -61,7 +61,6 @@ function losses() {
   const others = Object.entries(data.curves).filter(([name]) => !["loss", "val_loss", ...SPEED].includes(name));
   const rows = val_loss.map(([step, loss]) => [step.toLocaleString("en"), number(loss, 5)]);
   return section("losses", "Losses",
-    h("p", { id: "verdict" }, h("b", {}, "Verdict: "), `${s.verdict}.`),
     s.skipped_steps.length ? h("p", {}, `Skipped steps: ${s.skipped_steps.slice(0, 20).join(", ")}.`) : null,
     curves("training and validation loss by step; the table below lists the validation losses", data.unit, [
       { name: "training, per batch", points: loss, color: "var(--cool)", thin: true },
@@ -87,7 +86,7 @@ function speed() {
   const t = s.throughput;
   const rate = (x) => (x === null ? "–" : Math.round(x).toLocaleString("en"));
   return section("speed", "Speed",
-    h("p", {}, `${rate(t.tokens_per_second)} tokens per second (median; ${rate(t.least)} to ${rate(t.most)}); ${t.mfu === null ? "MFU unknown on this device" : `MFU ${percent(t.mfu)}`}; ${t.seconds === null ? "–" : Math.round(t.seconds).toLocaleString("en")} s in total, on ${s.device}.`),
+    h("p", {}, `${rate(t.tokens_per_second)} tokens per second (median); ${t.mfu === null ? "MFU unknown on this device" : `MFU ${percent(t.mfu)}`}; ${t.seconds === null ? "–" : Math.round(t.seconds).toLocaleString("en")} s in total, on ${s.device}.`),
     ...SPEED.flatMap((name) => plot(name.replaceAll("_", " "), data.curves[name] || [], { from: 0 })));
 }
 

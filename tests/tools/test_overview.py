@@ -78,14 +78,12 @@ def test_numbers_are_those_of_the_log(place):
     assert rows["study/gelu/seed-1"].loss is None
 
 
-def test_a_run_is_in_training_while_its_lock_is_held_and_has_the_verdict_of_its_report(place, tmp_path):
+def test_a_run_is_in_training_while_its_lock_is_held(place, tmp_path):
     shutil.copytree(place / "complete", tmp_path / "run")
     lock = lock_run(tmp_path / "run", fresh=False)
     assert read_rows(tmp_path)[0].status == "training"
     lock.release()
     assert read_rows(tmp_path)[0].status == "complete"
-    (tmp_path / "run/summary.json").write_text(json.dumps({"verdict": "learning"}))
-    assert read_rows(tmp_path)[0].verdict == "learning"
 
 
 @pytest.mark.parametrize("sort", ["name", "loss", "tokens", "speed", "date", "size"])
@@ -131,14 +129,6 @@ def test_lines_that_are_doubled_count_once_and_their_order_does_not(place, tmp_p
     curve = read_curve(tmp_path / "run", experiment)
     log.write_text("".join(f"{line}\n" for line in reversed(log.read_text().splitlines())) * 2)
     assert read_curve(tmp_path / "run", experiment) == curve and read_rows(tmp_path)[0].status == "complete"
-
-
-@pytest.mark.parametrize("summary", ["[]", "{", "{}"])
-def test_a_summary_of_wrong_types_is_damage_of_its_run_alone(place, tmp_path, summary):
-    for name in ("bad", "good"):
-        shutil.copytree(place / "complete", tmp_path / name)
-    (tmp_path / "bad/summary.json").write_text(summary)
-    assert [row.status for row in read_rows(tmp_path)] == ["damaged", "complete"]
 
 
 def test_each_run_is_a_line(place):
