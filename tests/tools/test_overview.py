@@ -86,22 +86,15 @@ def test_a_run_is_in_training_while_its_lock_is_held(place, tmp_path):
     assert read_rows(tmp_path)[0].status == "complete"
 
 
-@pytest.mark.parametrize("sort", ["name", "loss", "tokens", "speed", "date", "size"])
+@pytest.mark.parametrize("sort", ["loss", "speed", "date"])
 def test_rows_are_sorted_and_those_without_a_value_come_last(place, sort):
     values = [row[sort] for row in runs(str(place), sort=sort).to_json()]
     known = [value for value in values if value is not None]
-    assert values == sorted(known, reverse=sort not in ("name", "loss")) + [None] * (len(values) - len(known))
-
-
-def test_no_runs_are_said(tmp_path):
-    said = []
-    assert runs(str(tmp_path), say=said.append).to_json() == [] and said == [f"no runs below {tmp_path}"]
+    assert values == sorted(known, reverse=sort != "loss") + [None] * (len(values) - len(known))
 
 
 NO_LINES = [
     {"step": 5, "val_loss": "x"},
-    {"step": 5, "loss": [1.0]},
-    {"step": 5, "tokens_per_second": {}},
     {"step": True, "loss": 1.0},
     {"step": 2**63, "loss": 1.0},
     {"step": 5, "reward": 10**400},

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import math
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.statistics import holm_levels
 from jaxgpt.tools import study
 from jaxgpt.tools.grid import Curve, read_curve
-from jaxgpt.tools.study import Study, check_comparable, compare, compare_losses, run_study, slug
+from jaxgpt.tools.study import check_comparable, compare, compare_losses, run_study, slug
 from jaxgpt.training import fit
 from tests.helpers import tiny_experiment
 
@@ -43,8 +42,6 @@ def test_verdicts():
     assert rows["lost"].mean is None and rows["half lost"].mean is None and rows["half lost"].margin is None
     one = compare_losses({"tokens": {"a": [1.0], "b": [0.5]}})["tokens"]
     assert one[1].verdict == "one seed: no interval" and one[1].difference == -0.5 and one[0].deviation is None
-    shares = compare_losses({"tokens": {"a": [0.2, 0.5], "b": [0.1, 0.45]}}, apart=math.inf)["tokens"]
-    assert [row.mean for row in shares] == pytest.approx([0.35, 0.275])  # whatever the seeds differ by
     none = compare_losses({"tokens": {"a": [None, 2.0], "b": [2.0, 2.1]}})["tokens"]
     assert none[1].verdict == "the first: 1 of 2 diverged" and none[1].difference is None
 
@@ -104,10 +101,6 @@ def test_all_are_compared_where_the_shortest_ends():
     assert found["tokens"].at == 300 and found["seconds"].at == 15
     assert [row.losses for row in found["tokens"].rows] == [[1.5], [1.5]]
     assert [row.losses for row in found["seconds"].rows] == [[2.5], [1.5]]
-    # Where one was not measured yet when the other had ended, nothing is known.
-    early = Study(**compare(make([2, 4])), seeds=1)
-    assert early.seconds.at == 4 and early.seconds.rows == []
-    assert "at equal seconds: not all runs were validated within 4 s" in str(early)
 
 
 @pytest.fixture(scope="module")
@@ -219,17 +212,10 @@ def test_weights_bring_their_tokenizer_to_a_comparison(variants, studied, tmp_pa
     assert len(calls) == 2
 
 
-def test_what_is_no_study(variants, tmp_path):
+def test_what_is_no_study(variants):
     first = variants["as it is"]
-    for given, said in (
-        ({"a": first}, "needs at least two variants, got 1: a"),
-        ({"a": first, "..": first, "Study.json": first}, r"variants '\.\.', 'Study\.json' have no directory"),
-    ):
-        with pytest.raises(UserError, match=said):
-            check_comparable(given)
-    for seeds, said in ((0, "needs at least 1"), (2.5, "needs a whole number")):
-        with pytest.raises(UserError, match=f"seeds={seeds}: {said}"):
-            run_study(variants, tmp_path, seeds=seeds)
+    with pytest.raises(UserError, match=r"variants '\.\.', 'Study\.json' have no directory"):
+        check_comparable({"a": first, "..": first, "Study.json": first})
     assert slug("pre-norm, with warm-up") == "pre-norm-with-warm-up"
 
 

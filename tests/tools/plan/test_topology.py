@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import pytest
 
 from jaxgpt.errors import UserError
@@ -65,11 +64,8 @@ def test_what_is_no_slice(names, message):
     [
         ("v5e-8", (1, "v5e", "2x4")),
         ("v5litepod-16", (1, "v5e", "4x4")),
-        ("v6e-8", (1, "v6e", "2x4")),
         ("2xv6e-1", (2, "v6e", "1x1")),
-        ("v4-8", (1, "v4", "2x2x1")),  # two TensorCores in each chip
-        ("v4-32", (1, "v4", "2x2x4")),
-        ("v5p-64", (1, "v5p", "2x4x4")),
+        ("v4-32", (1, "v4", "2x2x4")),  # two TensorCores in each chip
         ("v5p-512", (1, "v5p", "4x8x8")),  # not 4x4x16, which exists
         ("v5p:4x4x16", (1, "v5p", "4x4x16")),
     ],
@@ -84,18 +80,3 @@ def test_the_count_of_gpus_may_stand_first(monkeypatch):
     names = ["8xh100", "2x8xh100", "4xa100-80", "h200:8", "2xv5e-8", "8xh1000"]
     found = [topology.topology_devices(name)[0] for name in names]
     assert found == ["h100:8", "h100:2x8", "a100-80:4", "h200:8", "slice 2xv5e-8", "slice 8xh1000"]
-
-
-@pytest.mark.parametrize(("message", "raised"), [("ABORTED: ... lockfile ...", UserError), ("other", RuntimeError)])
-def test_errors_of_libtpu(monkeypatch, message, raised):
-    def fail(**kwargs):
-        raise jax.errors.JaxRuntimeError(message)
-
-    from jax.experimental import topologies
-
-    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(topologies, "get_topology_desc", fail)
-    for name in ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"):
-        monkeypatch.setenv(name, "set by the test")  # put back afterwards
-    with pytest.raises(raised, match="one at a time" if raised is UserError else message):
-        tpu_devices("v5e:4x4")
