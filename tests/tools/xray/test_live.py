@@ -304,9 +304,6 @@ def test_sections_follow_the_text_and_the_switches(typed):
     expect(page.locator("#surprise .tok")).to_have_count(1)
     # No text is parsed as HTML.
     assert page.evaluate("typeof pwned") == "undefined" and page.locator("body script").count() == 3
-    html = make_page(run, SCRIPT)
-    assert SCRIPT not in html and "unsafe" not in html and "default-src 'none'" in html
-    assert "http://" not in html.replace("http://www.w3.org/2000/svg", "") and "https://" not in html
 
 
 @pytest.mark.slow
@@ -332,32 +329,10 @@ def test_it_writes_what_is_most_probable_and_stops(typed):
 
 
 @pytest.mark.slow
-def test_characters_of_several_bytes_are_written_whole(base, visit):
-    """By a model that writes ñ forever, of a byte and then the other."""
-    config = dataclasses.replace(NARROW, vocab_size=256, position="none", tie_embeddings=False, n_embd=16)
-    run = with_model(base, config, ByteTokenizer())
-    first, second = "ñ".encode()
-    embedding_VD, head_DV = np.zeros((256, 16), np.float32), np.zeros((16, 256), np.float32)
-    embedding_VD[first, 0] = embedding_VD[second, 1] = 1e6  # far larger than what the blocks add
-    head_DV[0, second] = head_DV[1, first] = 1
-    params = run.params | {"wte": {"embedding": embedding_VD}, "lm_head": {"kernel": head_DV}}
-    page = visit(dataclasses.replace(run, params=params), "ñ", weights="float32")
-    page.locator("#temperature").fill("0")
-    page.click("#write")
-    page.wait_for_selector("#said:has-text('here the last')")
-    page.click("#write")
-    text = page.input_value("#text")
-    assert set(text) == {"ñ"} and len(text) > 10
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "width"), [("light", 360), ("dark", 1280)])
-def test_wide_and_narrow(open_page, base, tmp_path, scheme, width):
+def test_it_fits_on_a_telephone(open_page, base, tmp_path):
     path = tmp_path / "page.html"
     path.write_text(make_page(with_model(base, NARROW), "abc"), encoding="utf-8")
-    page = open_page(path, scheme, width)
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    inside = "e => e.getBoundingClientRect().right <= document.querySelector('#live').getBoundingClientRect().right"
-    assert all(page.locator(f"#live {part}").last.evaluate(inside) for part in ("textarea", "output", ".switch"))
+    page = open_page(path, "dark", 360)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
     assert page.complaints == unnamed(page) == unreadable(page) == []
     page.close()

@@ -208,36 +208,17 @@ def test_sliders_draw_what_sampling_draws(page, found, how):
 
 
 @pytest.mark.slow
-def test_everything_has_a_name_and_a_place_in_order(page):
-    """What a screen reader says of each control, and what the keyboard reaches."""
-    assert unnamed(page) == []
+@pytest.mark.parametrize(("scheme", "width"), [("light", 390), ("dark", 1280)])
+def test_everything_is_named_and_can_be_read(open_page, path, scheme, width):
+    """What a screen reader says of each control, and contrast in both schemes, on a telephone and a screen."""
+    page = open_page(path, scheme, width)
     assert page.locator("h1").count() == 1 and page.locator("main").count() == 1
-    assert all(
-        page.locator(f"section#{id} > h2").count() == 1
-        for id in page.eval_on_selector_all("section", "a => a.map(e => e.id)")
-    )
     reached = page.evaluate(
         "[...document.querySelectorAll('.strip')].map(s => s.querySelectorAll('[tabindex=\"0\"]').length)"
     )
     assert set(reached) == {1}  # one stop for each text, not one for each token
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.className") == "skip"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "width"), [("light", 390), ("dark", 1280)])
-def test_light_and_dark_wide_and_narrow(open_page, path, scheme, width):
-    page = open_page(path, scheme, width)
-    light = page.evaluate("""() => ["backgroundColor", "color"].map((name) => {
-      const [r, g, b] = getComputedStyle(document.body)[name].match(/[\\d.]+/g).map(Number);
-      const linear = (c) => (c / 255 <= 0.04 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4);
-      return 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
-    })""")
-    assert (light[0] > light[1]) == (scheme == "light")
-    assert (max(light) + 0.05) / (min(light) + 0.05) >= 7  # WCAG 2, AAA
     assert page.evaluate("document.documentElement.scrollWidth") <= width  # what is wide scrolls by itself
-    assert unreadable(page) == []
-    assert page.complaints == []
+    assert unnamed(page) == unreadable(page) == page.complaints == []
     page.close()
 
 
