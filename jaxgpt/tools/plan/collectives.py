@@ -174,41 +174,36 @@ def _ids(text: str) -> np.ndarray:
 
 def total_collectives(collectives: Sequence[Collective], devices: Sequence[jax.Device]) -> tuple[CollectiveTotal, ...]:
     """Add up the collectives of each kind and group size."""
-    limits = PEAKS.get(devices[0].device_kind)
     groups: dict[tuple[bool, str, int], list[Collective]] = defaultdict(list)
     for c in collectives:
         groups[c.between_slices, c.kind, len(c.group)].append(c)
     totals = []
     for (between_slices, kind, n), members in sorted(groups.items()):
-        switched = between_slices or (limits is not None and limits.torus == 0)
-        rates = [ring_bandwidth(devices, c.group) for c in members]
-        seconds = [
-            c.times * collective_seconds(kind, c.bytes, n, rate, switched=switched)
-            for c, rate in zip(members, rates, strict=True)
-            if rate is not None
-        ]
+        seconds: float | None = 0.0
+        for c in members:
+            rate = find_bandwidth(devices, c.group)
+            known = None if rate is None else c.times * collective_seconds(kind, c.bytes, n, rate)
+            seconds = None if seconds is None or known is None else seconds + known
         totals.append(
             CollectiveTotal(
                 kind=kind,
                 devices=n,
                 count=sum(c.times for c in members),
                 bytes=sum(c.bytes * c.times for c in members),
-                seconds=None if None in rates else math.fsum(seconds),
+                seconds=seconds,
                 between_slices=between_slices,
             )
         )
     return tuple(totals)
 
 
-def ring_bandwidth(devices: Sequence[jax.Device], group: Sequence[int]) -> float | None:
-    """Return the bytes/s that each device of a group can send while all of them send, or None if unknown.
+def find_bandwidth(devices: Sequence[jax.Device], group: Sequence[int]) -> float | None:
+    """Return the most bytes/s that each device of a group can send while all of them send, or None if unknown.
 
-    `group` holds indices into `devices`, which are full slices. In a TPU's slice, each dimension in which the group
-    extends adds one link, or two if the dimension is a ring that the group fills. On v5e and v6e, a dimension of 16
-    chips is a ring. On v4 and v5p, every dimension is one if the slice consists of cubes of 4x4x4, which optical
-    switches connect. Between slices, each chip has its share of its host's network cards.
-    On GPUs, the result is the link's bandwidth within one host. Between hosts, NCCL lays several rings through the group,
-    each of which leaves a host by another network card: as many cards send as the host has members of the group.
+    `group` holds indices into `devices`. In a TPU's slice, each dimension in which the group extends adds two links, as
+    if it were a ring. Between slices, each chip has its share of its host's network cards. On GPUs it is the link's
+    bandwidth within one host. Between hosts, NCCL lays several rings through the group, each of which leaves a host by
+    another network card: as many cards send as the host has members of the group.
     """
     members = [devices[i] for i in group]
     limits = PEAKS.get(members[0].device_kind)
@@ -222,32 +217,15 @@ def ring_bandwidth(devices: Sequence[jax.Device], group: Sequence[int]) -> float
         return None if network is None else min(limits.link_bandwidth, min(on_host.values()) * network)
     if len({getattr(d, "slice_index", 0) for d in members}) > 1:
         return limits.network_bandwidth
-    links = 0
-    sizes = [len({d.coords[axis] for d in devices}) for axis in range(limits.torus)]
-    is_of_cubes = limits.torus == 3 and all(size % 4 == 0 for size in sizes)
-    for axis, size in enumerate(sizes):
-        reached = len({d.coords[axis] for d in members})
-        is_ring = is_of_cubes or (limits.torus == 2 and size == 16)
-        if reached > 1:
-            links += 2 if is_ring and reached == size else 1
-    return links * limits.link_bandwidth or None  # one device, or the cores of one chip: no links
+    dimensions = [len({d.coords[axis] for d in members}) > 1 for axis in range(limits.torus)]
+    return 2 * sum(dimensions) * limits.link_bandwidth or None  # the cores of one chip: no links
 
 
-def collective_seconds(kind: str, size: int, n: int, bandwidth: float, *, switched: bool = False) -> float:
-    """Return the seconds that one collective over n devices takes if bandwidth, in bytes/s, is the only limit.
+def collective_seconds(kind: str, size: int, n: int, bandwidth: float) -> float:
+    """Return the least seconds of one collective over n devices, each of which sends `bandwidth` bytes/s at most.
 
     Each device sends n - 1 of n parts. An all-reduce is a reduce-scatter and an all-gather
-    (jax-ml.github.io/scaling-book/sharding). In an all-to-all, each half of the devices sends half of its data to the
-    other. These n * size / 4 bytes cross one link of a line or two of a ring. On a torus of more dimensions this is an
-    upper bound. Where devices are switched, as GPUs are, each reaches every other directly. A permutation is assumed to
-    use all links, but between neighbours it uses one. Latency, about a microsecond per link, is left out.
+    (jax-ml.github.io/scaling-book/sharding). Latency, about a microsecond per link, is left out.
     """
     share = (n - 1) / n
-    parts = {
-        "all-gather": share,
-        "reduce-scatter": share,
-        "all-reduce": 2 * share,
-        "all-to-all": share if switched else max(share, n / 4),
-        "collective-permute": 1.0,
-    }
-    return parts[kind] * size / bandwidth
+    return {"all-reduce": 2 * share, "collective-permute": 1.0}.get(kind, share) * size / bandwidth

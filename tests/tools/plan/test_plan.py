@@ -80,7 +80,7 @@ def test_tokens_are_counted_as_people_write_them():
 
 def test_collectives_add_up(monkeypatch, here):
     """Those of a kind and a group size are one row; what goes between slices has rows of its own."""
-    monkeypatch.setattr(collectives, "ring_bandwidth", lambda devices, group: 1e6 if group == (0, 4) else 1e9)
+    monkeypatch.setattr(collectives, "find_bandwidth", lambda devices, group: 1e6 if group == (0, 4) else 1e9)
     one = Collective(kind="all-reduce", bytes=1000, group=(0, 1), times=3)
     other, gather = dataclasses.replace(one, bytes=500, times=2), dataclasses.replace(one, kind="all-gather", times=1)
     across = dataclasses.replace(one, group=(0, 4), between_slices=True)
