@@ -271,26 +271,23 @@ class Engine {
   maps(weights, name) {
     const { N, C, tokens: { length: T } } = this;
     const roots = new Uint8Array(N * T * T);
-    const shares = Array.from({ length: N }, () => [0, 0, 0]); // as attention_shares in page.py
     for (let n = 0; n < N; n++) {
       for (let t = 0; t < T; t++) {
         const row = weights.subarray((n * C + t) * C, (n * C + t) * C + t + 1);
         row.forEach((weight, s) => (roots[(n * T + t) * T + s] = Math.round(255 * Math.sqrt(weight))));
-        if (t > 1) [t - 1, 0, t].forEach((s, i) => (shares[n][i] += row[s] / (T - 2)));
       }
     }
-    return { name, roots: { values: roots, shape: [N, T, T] }, shares: T > 2 ? shares : null };
+    return { name, roots: { values: roots, shape: [N, T, T] } };
   }
 
   norm(norm) {
     const { D, tokens } = this;
-    const spread = (x) => x && [moments(x).mean, Math.min(...x), Math.max(...x)];
     const side = (x) => {
       const each = tokens.map((_, t) => moments(x.subarray(t * D, (t + 1) * D)));
       return { mean: each.map(({ mean }) => mean), variance: each.map(({ variance }) => variance) };
     };
     const x = tokens.map((_, t) => norm.before.subarray(t * D, t * D + Math.min(ELEMENTS, D)));
-    return { ...norm, before: side(norm.before), after: side(norm.after), x, scales: spread(norm.scale), biases: spread(norm.bias) };
+    return { ...norm, before: side(norm.before), after: side(norm.after), x };
   }
 
   units(hidden) {

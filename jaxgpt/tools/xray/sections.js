@@ -112,6 +112,16 @@ function paint(canvas, roots, T, S, row = null) {
   canvas.getContext("2d").putImageData(image, 0, 0);
 }
 
+// A head's mean attention weight on the previous token, the first token and the token itself. The means are over queries from
+// the third token on, because the token before the second is the first.
+function attentionShares(roots, n) {
+  const [[, T, S], values, sums] = [roots.shape, array(roots), [0, 0, 0]];
+  for (let t = 2; t < T; t++) {
+    [t - 1, 0, t].forEach((s, i) => (sums[i] += (values[(n * T + t) * S + s] / 255) ** 2 / (T - 2)));
+  }
+  return T > 2 ? sums : null;
+}
+
 function attention() {
   const heads = [];
   const dialog = headDialog();
@@ -123,7 +133,7 @@ function attention() {
       heads.push(() => {
         const map = data.attention[l];
         const [, T, S] = map.roots.shape;
-        const share = map.shares?.[n];
+        const share = attentionShares(map.roots, n);
         const shares = share ? `previous ${percent(share[0])}, first ${percent(share[1])}, itself ${percent(share[2])}` : "";
         button.setAttribute("aria-label", `${name}, head ${n}: ${shares}`);
         replace(lines, ...shares.split(", ").map((line) => h("div", {}, line)));
@@ -232,10 +242,10 @@ function norms() {
   const kind = data.norms[0]?.centred ? "LayerNorm" : "RMSNorm";
   const [all, one] = [h("div", { class: "scroll" }), h("div", { class: "scroll", id: "norm-elements" })];
   const select = h("select", { id: "norm", onchange: () => draw(selected()) }, ...data.norms.map((norm, i) => h("option", { value: i }, normName(norm.name))));
-  const triple = (x) => (x === null ? "none" : `${number(x[0])} (${number(x[1])} to ${number(x[2])})`);
+  const spread = (x) => (x === null ? "none" : `${number(x.reduce((a, b) => a + b, 0) / x.length)} (${number(Math.min(...x))} to ${number(Math.max(...x))})`);
   const draw = (t) => {
     replace(all, table(`each ${kind} at position ${t}; gamma and beta: mean (minimum to maximum)`, ["norm", "mean before", "variance before", "gamma", "beta", "mean after", "variance after"],
-      data.norms.map((n) => [normName(n.name), number(n.before.mean[t]), number(n.before.variance[t]), triple(n.scales), triple(n.biases), number(n.after.mean[t]), number(n.after.variance[t])])));
+      data.norms.map((n) => [normName(n.name), number(n.before.mean[t]), number(n.before.variance[t]), spread(n.scale), spread(n.bias), number(n.after.mean[t]), number(n.after.variance[t])])));
     const n = data.norms[Number(select.value)];
     const [mean, variance] = [n.before.mean[t], n.before.variance[t]];
     const inner = (x) => (n.centred ? (x - mean) / Math.sqrt(variance + n.eps) : x / Math.sqrt(variance + mean * mean + n.eps));

@@ -222,100 +222,32 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None, corp
     """
     check_value("run", run, Run)
     config, corpus_tokens = run.model.config, check_count("corpus_tokens", corpus_tokens, 0)
-    if isinstance(prompt, str):
-        ids = [*run.tokenizer.prefix, *run.tokenizer.encode(prompt).tolist()] if prompt else []
-    else:
-        ids = check_ids(run.model, prompt, "prompt").tolist()
-    if not ids:
-        raise UserError("the prompt is empty: give a text with --prompt TEXT")
-    if len(ids) > config.block_size:
-        raise UserError(
-            f"the prompt has {len(ids)} tokens, and the context of {run.directory} is {config.block_size}: "
-            f"give at most {config.block_size}"
-        )
-    fits = int((MOST_WEIGHTS / config.n_layer / config.n_head) ** 0.5)
-    if len(ids) > fits:
-        raise UserError(f"{len(ids)} tokens have too many attention weights for a page: give at most {fits} tokens")
+    ids = _encode_prompt(run, prompt)
     seen = capture_activations(run.model, run.params, ids, run.tokenizer.vocab_size)
     if np.isnan(seen.logits_V).any():
         raise UserError(
             f"{run.directory} gives logits that are not finite, so there is nothing to draw: use another run"
         )
     windows_NT, why = _windows(run, data, corpus_tokens)
-    examples = None if windows_NT is None else top_activating_examples(run.model, run.params, windows_NT)
-    arrays = Arrays()
-
-    def put_guess(guess: Guess) -> dict[str, Any]:
-        return {
-            "ids": arrays.put_tokens(guess.tokens_TK),
-            "p": arrays.put(guess.probabilities_TK),
-            "actual": round_numbers(np.exp(guess.logprob_T)),
-        }
-
-    def put_attention(layer: int, weights_NTS: np.ndarray) -> dict[str, Any]:
-        # The page shades square roots, in 256 levels, because most weights are small.
-        roots = np.round(255 * np.sqrt(np.clip(weights_NTS, 0, 1))).astype(np.uint8)
-        shares = round_numbers(attention_shares(weights_NTS), 3)
-        return {"name": f"layer {layer}", "roots": arrays.put(roots), "shares": shares}
-
-    def put_norm(norm: Norm) -> dict[str, Any]:
-        scale_D, bias_D, moments = norm.scale_D, norm.bias_D, {}
-        for when, x_TD in {"before": norm.before_TD, "after": norm.after_TD}.items():
-            moments[when] = {"mean": round_numbers(x_TD.mean(axis=1)), "variance": round_numbers(x_TD.var(axis=1))}
-
-        def spread(x_D: np.ndarray) -> Any:
-            return round_numbers([x_D.mean(), x_D.min(), x_D.max()])
-
-        return {
-            "name": norm.name,
-            "eps": config.norm_eps,
-            "centred": config.norm == "layernorm",  # LayerNorm subtracts the mean
-            **moments,
-            "scale": round_numbers(scale_D[:ELEMENTS]),
-            "bias": None if bias_D is None else round_numbers(bias_D[:ELEMENTS]),
-            "scales": spread(scale_D),
-            "biases": None if bias_D is None else spread(bias_D),
-            "x": round_numbers(norm.before_TD[:, :ELEMENTS]),
-        }
-
-    def put_units(layer: int, hidden_TF: np.ndarray) -> dict[str, Any]:
-        order_TK = np.argsort(-hidden_TF, axis=1, kind="stable")[:, :UNITS]
-        peak_F = np.maximum(hidden_TF.max(axis=0), 0.0)
-        # Sixteen levels relative to each unit's peak are enough for colours, and compress well.
-        levels_TF = np.round(15 * np.clip(hidden_TF, 0, None) / np.where(peak_F, peak_F, 1)).astype(np.uint8)
-        zero_TF = hidden_TF == 0
-        return {
-            "units": hidden_TF.shape[1],
-            "top": arrays.put(order_TK.astype(np.int32)),
-            "values": arrays.put(np.take_along_axis(hidden_TF, order_TK, axis=1)),
-            "levels": arrays.put(levels_TF.T),
-            "peaks": arrays.put(peak_F),
-            # Only ReLU and its square give exact zeros.
-            "zeros": round_numbers(zero_TF.mean(axis=1)) if config.activation.startswith("relu") else None,
-            "silent": int(zero_TF.all(axis=0).sum()),
-            "examples": arrays.put(examples and examples[1][layer]),
-            "example_values": arrays.put(examples and np.nan_to_num(examples[0][layer], posinf=0, neginf=0)),
-        }
-
+    arrays, corpus, examples = Arrays(), None, [None] * config.n_layer
+    if windows_NT is not None:
+        corpus = {"ids": arrays.put_tokens(windows_NT.ravel()), "window": windows_NT.shape[1]}
+        examples = list(zip(*top_activating_examples(run.model, run.params, windows_NT), strict=True))
     order_V = np.argsort(-seen.logits_V, kind="stable")  # sampling options do not change it
+    branches = [(b.name, round_numbers(b.added_T), round_numbers(b.stream_T)) for b in seen.branches]
     content: dict[str, Any] = {
         "title": f"X-ray of {run.experiment.name}",
         "facts": describe_run(run),
         "texts": {"text": arrays.put_tokens(ids)},
         "bits": round_numbers([None, *(seen.guess.logprob_T[:-1] / -math.log(2)).tolist()]),
-        "guess": put_guess(seen.guess),
-        "lens": [put_guess(guess) for guess in seen.lens],
-        "attention": [put_attention(*layer) for layer in enumerate(seen.weights_LNTS)],
+        "guess": _put_guess(arrays, seen.guess),
+        "lens": [_put_guess(arrays, guess) for guess in seen.lens],
+        "attention": [_put_attention(arrays, *layer) for layer in enumerate(seen.weights_LNTS)],
         "start": round_numbers(seen.start_T),
-        "branches": [
-            {"name": b.name, "added": round_numbers(b.added_T), "stream": round_numbers(b.stream_T)}
-            for b in seen.branches
-        ],
-        "norms": [put_norm(norm) for norm in seen.norms],
-        "mlp": [put_units(*layer) for layer in enumerate(seen.hidden_LTF)],
-        "corpus": None
-        if windows_NT is None
-        else {"ids": arrays.put_tokens(windows_NT.ravel()), "window": windows_NT.shape[1]},
+        "branches": [{"name": name, "added": added, "stream": stream} for name, added, stream in branches],
+        "norms": [_describe_norm(norm, config) for norm in seen.norms],
+        "mlp": [_put_units(arrays, *layer, config) for layer in zip(seen.hidden_LTF, examples, strict=True)],
+        "corpus": corpus,
         "why_no_corpus": why,
         "embedding": map_embedding(run, ids, windows_NT, arrays),
         "sampling": {
@@ -326,6 +258,73 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None, corp
     }
     content["words"] = [spell(run.tokenizer, token) for token in arrays.words]
     return render_html(PROGRAMS, content, arrays)
+
+
+def _encode_prompt(run: Run, prompt: str | Sequence[int]) -> list[int]:
+    """Return the tokens of a prompt, which must not be empty or too long for the model or for a page."""
+    config = run.model.config
+    if isinstance(prompt, str):
+        ids = [*run.tokenizer.prefix, *run.tokenizer.encode(prompt).tolist()] if prompt else []
+    else:
+        ids = check_ids(run.model, prompt, "prompt").tolist()
+    if not ids:
+        raise UserError("the prompt is empty: give a text with --prompt TEXT")
+    drawn = int((MOST_WEIGHTS / config.n_layer / config.n_head) ** 0.5)
+    for most, what in ((config.block_size, f"the context of {run.directory}"), (drawn, "what a page can draw")):
+        if len(ids) > most:
+            raise UserError(f"the prompt has {len(ids)} tokens, and {what} is {most}: give at most {most}")
+    return ids
+
+
+def _put_guess(arrays: Arrays, guess: Guess) -> dict[str, Any]:
+    return {
+        "ids": arrays.put_tokens(guess.tokens_TK),
+        "p": arrays.put(guess.probabilities_TK),
+        "actual": round_numbers(np.exp(guess.logprob_T)),
+    }
+
+
+def _put_attention(arrays: Arrays, layer: int, weights_NTS: np.ndarray) -> dict[str, Any]:
+    # The page shades square roots, in 256 levels, because most weights are small.
+    roots = np.round(255 * np.sqrt(np.clip(weights_NTS, 0, 1))).astype(np.uint8)
+    return {"name": f"layer {layer}", "roots": arrays.put(roots)}
+
+
+def _describe_norm(norm: Norm, config: GPTConfig) -> dict[str, Any]:
+    moments = {}
+    for when, x_TD in {"before": norm.before_TD, "after": norm.after_TD}.items():
+        moments[when] = {"mean": round_numbers(x_TD.mean(axis=1)), "variance": round_numbers(x_TD.var(axis=1))}
+    return {
+        "name": norm.name,
+        "eps": config.norm_eps,
+        "centred": config.norm == "layernorm",  # LayerNorm subtracts the mean
+        **moments,
+        "scale": round_numbers(norm.scale_D),
+        "bias": None if norm.bias_D is None else round_numbers(norm.bias_D),
+        "x": round_numbers(norm.before_TD[:, :ELEMENTS]),
+    }
+
+
+def _put_units(arrays: Arrays, hidden_TF: np.ndarray, examples: Any, config: GPTConfig) -> dict[str, Any]:
+    """Add the hidden units of an MLP. examples: the values and the places of the top activating ones, or None."""
+    order_TK = np.argsort(-hidden_TF, axis=1, kind="stable")[:, :UNITS]
+    peak_F = np.maximum(hidden_TF.max(axis=0), 0.0)
+    # Sixteen levels relative to each unit's peak are enough for colours, and compress well.
+    levels_TF = np.round(15 * np.clip(hidden_TF, 0, None) / np.where(peak_F, peak_F, 1)).astype(np.uint8)
+    zero_TF = hidden_TF == 0
+    values, places = examples or (None, None)
+    return {
+        "units": hidden_TF.shape[1],
+        "top": arrays.put(order_TK.astype(np.int32)),
+        "values": arrays.put(np.take_along_axis(hidden_TF, order_TK, axis=1)),
+        "levels": arrays.put(levels_TF.T),
+        "peaks": arrays.put(peak_F),
+        # Only ReLU and its square give exact zeros.
+        "zeros": round_numbers(zero_TF.mean(axis=1)) if config.activation.startswith("relu") else None,
+        "silent": int(zero_TF.all(axis=0).sum()),
+        "examples": arrays.put(places),
+        "example_values": arrays.put(None if values is None else np.nan_to_num(values, posinf=0, neginf=0)),
+    }
 
 
 def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None, str]:
@@ -381,19 +380,6 @@ def read_embedding(params: Params) -> np.ndarray:
     quantized = params["wte"].get(DECODE_MATRIX)
     rows_VD = params["wte"]["embedding"] if quantized is None else quantized.take(np.arange(len(quantized.scale_F)))
     return np.asarray(rows_VD, np.float32)
-
-
-def attention_shares(weights_NTS: np.ndarray) -> list[list[float]] | None:
-    """Return, for each head, the mean attention weight on the previous token, the first token and the token itself.
-
-    The means are over queries from the third token on, because the token before the second is the first. Returns None
-    for fewer than three tokens.
-    """
-    t = np.arange(2, weights_NTS.shape[1])
-    if not len(t):
-        return None
-    each = (weights_NTS[:, t, t - 1], weights_NTS[:, t, 0], weights_NTS[:, t, t])
-    return np.stack([x.mean(axis=1) for x in each], axis=1).tolist()
 
 
 def project_to_plane(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -155,7 +155,7 @@ def test_greedy_tokens_and_activations_are_pythons(base, visit, name):
         np.testing.assert_allclose(norm["x"], expected.before_TD[:, :8], **near)
         np.testing.assert_allclose(norm["before"]["mean"], expected.before_TD.mean(axis=1), **near)
         np.testing.assert_allclose(norm["after"]["variance"], expected.after_TD.var(axis=1), **near)
-        np.testing.assert_allclose(norm["scales"][0], expected.scale_D.mean(), **near)
+        np.testing.assert_allclose(norm["scale"], expected.scale_D, **near)
     for units, hidden_TF in zip(seen["mlp"], found.hidden_LTF, strict=True):
         np.testing.assert_allclose(unpack(units["values"])[:, 0], hidden_TF.max(axis=1), **near)
         np.testing.assert_allclose(units["peaks"]["values"], np.maximum(hidden_TF.max(axis=0), 0), **near)

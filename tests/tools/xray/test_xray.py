@@ -13,7 +13,7 @@ import pytest
 from jaxgpt.errors import UserError
 from jaxgpt.sample import Sampling
 from jaxgpt.sample.filters import SamplingRows
-from jaxgpt.tools.xray.xray import attention_shares, capture_activations, project_to_plane, read_embedding, xray
+from jaxgpt.tools.xray.xray import capture_activations, project_to_plane, read_embedding, xray
 from tests.browser import unnamed, unreadable
 from tests.helpers import make_model
 
@@ -78,15 +78,6 @@ def test_a_page_stands_alone_and_its_text_is_text(path):
     assert "default-src 'none'" in html and "unsafe" not in html
 
 
-def test_shares_of_a_head():
-    weights_NTS = np.tril(np.random.default_rng(0).random((2, 5, 5)))
-    previous, first, itself = attention_shares(weights_NTS)[1]
-    w = weights_NTS[1]
-    assert previous == pytest.approx((w[2, 1] + w[3, 2] + w[4, 3]) / 3)
-    assert first == pytest.approx(w[2:, 0].mean()) and itself == pytest.approx((w[2, 2] + w[3, 3] + w[4, 4]) / 3)
-    assert attention_shares(weights_NTS[:, :2, :2]) is None
-
-
 def test_the_plane_is_that_of_the_singular_values(size=1e30):  # its square is above the largest float32
     vectors_ND = np.random.default_rng(0).normal(size=(40, 6)) * [5, 3, 1, 1, 1, 1]
     xy_N2, share = project_to_plane((vectors_ND * size).astype(np.float32))
@@ -122,9 +113,9 @@ def test_a_head_enlarged(page, found):
     N = found.weights_LNTS[0].shape[0]
     label = page.locator(f"[data-head='1,{N - 1}']").get_attribute("aria-label")
     said = [number(x) for x in re.findall(r"[\d.]+%", label)]
-    assert label.startswith(f"layer 1, head {N - 1}: previous") and said == pytest.approx(
-        attention_shares(found.weights_LNTS[1])[-1], **NEAR
-    )
+    weights_TS, t = found.weights_LNTS[1][-1], np.arange(2, len(PROMPT))
+    shares = [weights_TS[t, at].mean() for at in (t - 1, 0, t)]
+    assert label.startswith(f"layer 1, head {N - 1}: previous") and said == pytest.approx(shares, **NEAR)
     page.click("[data-head='1,0']")
     assert page.text_content("#head-title") == "layer 1, head 0"
     t = 9
