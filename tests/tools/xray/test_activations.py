@@ -28,7 +28,10 @@ EVERY = {
 }
 
 
-@pytest.fixture(scope="module", params=EVERY)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("output", "sandwich")]
+
+
+@pytest.fixture(scope="module", params=["post", "parallel", *SLOW])
 def seen(request):
     model, params = make_model(dataclasses.replace(TINY, **EVERY[request.param]))
     return model, params, capture_activations(model, params, TOKENS)
@@ -82,7 +85,7 @@ def test_padding_of_the_vocabulary_is_left_out():
     np.testing.assert_allclose(found.guess.probabilities_TK.sum(axis=1), 1, **FLOAT32_REORDERED)
 
 
-@pytest.mark.parametrize("count", [3, 11])
+@pytest.mark.parametrize("count", [3, pytest.param(11, marks=pytest.mark.slow)])
 def test_places_are_those_of_the_largest_activations(count):
     model, params = make_model(dataclasses.replace(TINY, activation="gelu"))
     windows_NT = np.random.default_rng(0).integers(0, TINY.vocab_size, (count, 8))
