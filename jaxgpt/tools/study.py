@@ -28,7 +28,10 @@ from jaxgpt.training import fit
 
 STUDY = "study.json"  # the result, next to the directories of the variants
 # Fields that determine the validation data.
-METRIC = ("data.corpus", "data.path", "data.val_fraction", "train.eval_tokens")
+METRIC = (
+    *("data.corpus", "data.path", "data.val_fraction", "train.eval_tokens"),
+    *("data.tokenizer", "data.bpe_vocab_size"),
+)
 DISAGREEMENT = 0.1  # nats per token, and fraction: seeds with losses that differ by more than both have no average
 DETECT = 0.01  # the difference of validation losses that `seeds_needed` seeds find
 
@@ -152,13 +155,11 @@ def check_comparable(variants: Mapping[str, Experiment]) -> None:
         raise UserError(f"a study needs at least two variants, got {len(variants)}: {', '.join(variants) or 'none'}")
     first, *others = variants
     for name in others:
-        metric, units = METRIC, [variants[v].objective.unit for v in (first, name)]
+        units = [variants[v].objective.unit for v in (first, name)]
         if units[0] != units[1]:
             raise _no_comparison(first, name, f"they validate in {' and '.join(units)}", "kind of objective")
-        if all(variants[v].train.init_from is None for v in (first, name)):  # else the tokenizer is the weights' own
-            metric += ("data.tokenizer", "data.bpe_vocab_size")[: 2 if variants[first].data.tokenizer == "bpe" else 1]
         for field, (ours, theirs) in differences(variants[first], variants[name]).items():
-            if field in metric:
+            if field in METRIC:
                 raise _no_comparison(first, name, f"{field} is {short(ours)} and {short(theirs)}", "value")
     places = [".", "..", STUDY, *(slug(name).casefold() for name in variants)]
     if twice := [name for name in variants if places.count(slug(name).casefold()) > 1]:

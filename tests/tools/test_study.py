@@ -1,6 +1,5 @@
 """Studies: the statistics against scipy's, the runs against runs by hand, and what cannot be compared."""
 
-import contextlib
 import dataclasses
 import json
 
@@ -157,20 +156,11 @@ def test_a_study_goes_on_where_it_was_left(variants, studied):
         run_study(longer, directory, seeds=1)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"data.tokenizer": "byte"}, "data.tokenizer is 'char' and 'byte'"),
-        ({"train.eval_tokens": 5}, "train.eval_tokens is None and 5"),
-        ({"data.bpe_vocab_size": 999}, None),  # which matters to no other tokenizer
-    ],
-)
-def test_what_shares_no_metric(variants, change, said):
+@pytest.mark.parametrize("change", [{"data.tokenizer": "byte"}, {"train.eval_tokens": 5}], ids=str)
+def test_what_shares_no_metric(variants, change):
     first = variants["as it is"]
-    other = replace_fields(first, change)
-    expected = pytest.raises(UserError, match=f"variants 'a' and 'b' do not share a metric: {said}")
-    with expected if said else contextlib.nullcontext():
-        check_comparable({"a": first, "b": other})
+    with pytest.raises(UserError, match=f"variants 'a' and 'b' do not share a metric: {next(iter(change))} is"):
+        check_comparable({"a": first, "b": replace_fields(first, change)})
 
 
 class Errors(ObjectiveConfig):
@@ -208,7 +198,8 @@ def test_weights_bring_their_tokenizer_to_a_comparison(variants, studied, tmp_pa
     with pytest.raises(UserError, match="'nothing' and 'weights' do not share a metric: .*tokenizer_sha256"):
         run_study({"nothing": nothing, "weights": named}, tmp_path, seeds=1, fit_one=fit_none)
     assert calls == []
-    run_study({"nothing": variants["as it is"], "weights": named}, tmp_path, seeds=1, fit_one=fit_none)
+    begun = replace_fields(variants["as it is"], begun)
+    run_study({"nothing": variants["as it is"], "weights": begun}, tmp_path, seeds=1, fit_one=fit_none)
     assert len(calls) == 2
 
 
