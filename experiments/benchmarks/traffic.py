@@ -142,21 +142,16 @@ def _bits(dtype: str) -> int:
 
 
 def iter_executions(
-    within: Computation, times: int = 1, launched: str = "", *, is_fused: bool = False
-) -> Iterator[tuple[Instruction, int, str, bool]]:
-    """Yield every instruction that runs, how often, and where, each followed by those that it calls.
-
-    `launched` is the name of the computation with the outermost fusion or asynchronous start around it, or empty.
-    `is_fused` says whether the instruction is a part of a fusion.
-    """
+    within: Computation, times: int = 1, *, is_fused: bool = False
+) -> Iterator[tuple[Instruction, int, bool]]:
+    """Yield every instruction that runs, how often, and whether it is part of a fusion, each before those that it calls."""
     for x in within.instructions.values():
-        yield x, times, launched, is_fused
+        yield x, times, is_fused
         is_launch = x.kind == "fusion" or (x.op.endswith("-start") and x.kind not in COLLECTIVES)
         if is_launch or x.op in ("while", "call", "conditional"):
             n = times * (_trip_count(x) if x.op == "while" else 1)
-            launcher = launched or (within.name if is_launch else "")
             for inner in x.called:
-                yield from iter_executions(inner, n, launcher, is_fused=is_fused or x.kind == "fusion")
+                yield from iter_executions(inner, n, is_fused=is_fused or x.kind == "fusion")
 
 
 def _trip_count(loop: Instruction) -> int:
@@ -247,7 +242,7 @@ def read_traffic(text: str) -> Traffic:
     """Count the traffic of one run from `compiled.as_text()`."""
     launches: list[list[float]] = []
     kernels: Counter[str] = Counter()
-    for x, times, _, is_fused in iter_executions(parse_hlo(text)):
+    for x, times, is_fused in iter_executions(parse_hlo(text)):
         if not is_fused:
             launches.append([times, 0.0, count_traffic(x)])
         launches[-1][1] += count_flops(x)

@@ -134,6 +134,7 @@ def test_each_run_is_a_line(place):
 SECONDS = 10.0  # of CPU for 200 runs, which took 4.2 without jax's import on two busy cores with AVX2
 
 
+@pytest.mark.slow
 def test_two_hundred_runs_are_listed_without_a_device(place, tmp_path):
     shutil.copytree(place / "complete", tmp_path / "runs/0")
     log = tmp_path / "runs/0/metrics.jsonl"
