@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config.serialize import suggest, to_dict
-from jaxgpt.config.validate import Count, NonNegativeInt, field_hints, short_repr
+from jaxgpt.config.validate import Count, field_hints, short_repr
 from jaxgpt.config.words import parse_value, plain_types, replace_fields
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
@@ -100,22 +100,18 @@ def _parse_axis(text: str, hints: dict[str, Any]) -> Axis:
     return Axis(field=field, low=found[0], high=found[1])
 
 
-def draw_points(axes: Sequence[Axis], trials: int, seed: int) -> list[dict[str, Any]]:
+def draw_points(axes: Sequence[Axis], trials: int) -> list[dict[str, Any]]:
     """Return the points of a sweep, {field: value}, without repetitions.
 
     One field is spread evenly. Several form a scrambled Halton sequence (Owen 2017, arXiv:1706.02808), which covers each
-    field as evenly as its own sweep would.
-
-    Args:
-        trials: number of points. Fewer are returned where whole numbers or choices repeat.
-        seed: seed of the sequence.
+    field as evenly as its own sweep would. There are fewer than `trials` where whole numbers or choices repeat.
     """
     if len(axes) == 1:
         shares = (np.arange(trials)[:, None] + 0.5) / trials
     else:
         from scipy.stats import qmc  # a dependency of jax, which takes 2 s to import
 
-        shares = qmc.Halton(len(axes), scramble=True, seed=np.random.default_rng(seed)).random(trials)
+        shares = qmc.Halton(len(axes), scramble=True, seed=np.random.default_rng(0)).random(trials)
     points = [tuple(axis.at(share) for axis, share in zip(axes, row, strict=True)) for row in shares.tolist()]
     return [dict(zip([axis.field for axis in axes], point, strict=True)) for point in dict.fromkeys(points)]
 
@@ -217,7 +213,6 @@ def sweep(
     over: tuple[str, ...] = (),
     trials: Count = 20,
     seeds: Count = 3,
-    seed: NonNegativeInt = 0,
     run_dir: str | None = None,
     experiment: Experiment,
     say: Callable[[str], None] = lambda text: None,
@@ -231,7 +226,6 @@ def sweep(
         over: FIELD=LOW..HIGH, or FIELD=A,B,C, once for each field that varies
         trials: points to try in the first round
         seeds: full runs of each finalist
-        seed: seed of the points
         run_dir: directory of the sweep, resumed if it exists, by default runs/sweeps/NAME
         experiment: its fields are options too
         say: receives a line of text for each run.
@@ -241,7 +235,7 @@ def sweep(
         UserError: a point is not a valid experiment, the directory has runs of another sweep, or all runs diverged.
     """
     axes = parse_axes(over, experiment)
-    points = draw_points(axes, trials, seed)
+    points = draw_points(axes, trials)
     all_trials = alive = [Trial(trial=n, point=point) for n, point in enumerate(points, 1)]
     rounds = plan_rounds(experiment, len(points), seeds)
     planned: dict[tuple[int, int, int], Experiment] = {}  # by trial, steps and seed. All are made before the first run
@@ -273,7 +267,7 @@ def sweep(
         alive = alive[: rounds[min(r + 1, len(rounds) - 1)].trials]
     ranked = sorted(all_trials, key=lambda trial: (-len(trial.losses), trial.mean))
     found = SweepResult(directory=directory, rounds=rounds, trials=ranked)
-    definition = {"experiment": to_dict(experiment), "over": over, "trials": trials, "seeds": seeds, "seed": seed}
+    definition = {"experiment": to_dict(experiment), "over": over, "trials": trials, "seeds": seeds}
     content = {"definition": definition, "result": found.to_json()}
     write_whole(directory / SWEEP, render_json(content, indent=1, ensure_ascii=False) + "\n")
     return found

@@ -142,7 +142,7 @@ def test_tools_do_what_is_right_or_say_why_not(trained, tmp_path):
         return
     lacks = {"ExpertConfig": "units", "AverageConfig": "pattern", "DistanceConfig": "pattern"}[name]
     with pytest.raises(UserError, match=f"{name} has no {lacks}, which the page draws"):
-        xray(run, "1+1=", corpus_tokens=0)
+        xray(run, "1+1=")
     for refuse in (
         lambda: make_page(run),
         lambda: export_hf(run.directory, tmp_path / "out"),

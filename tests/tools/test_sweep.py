@@ -58,18 +58,18 @@ def test_what_cannot_be_swept(text, said):
 
 def test_one_field_is_spread_evenly():
     def values(over, trials):
-        return [value for point in draw_points(parse_axes([over], EXPERIMENT), trials, 0) for value in point.values()]
+        return [value for point in draw_points(parse_axes([over], EXPERIMENT), trials) for value in point.values()]
 
     assert np.diff(np.log10(values(RATE, 20))) == pytest.approx(3 / 20, abs=1e-3)
     assert values("model.dropout=0..0.4", 4) == pytest.approx([0.05, 0.15, 0.25, 0.35])
     assert values("model.n-layer=1..3", 20) == [1, 2, 3]  # repetitions are one trial
 
 
-def test_several_fields_are_each_covered(seed=1):
+def test_several_fields_are_each_covered():
     """The first 16 points have one in each sixteenth of the first field, and 27 have three in each ninth of the second."""
     axes = parse_axes([RATE, "model.dropout=0..0.9", "model.activation=relu,gelu"], EXPERIMENT)
-    points = draw_points(axes, 27, seed)
-    assert len(points) == 27 and points == draw_points(axes, 27, seed) != draw_points(axes, 27, seed + 1)
+    points = draw_points(axes, 27)
+    assert len(points) == 27 and points == draw_points(axes, 27)
     first = [(np.log10(p["optim.learning_rate"]) + 4) / 3 * 16 for p in points[:16]]
     second = [p["model.dropout"] * 10 for p in points]
     assert sorted(map(int, first)) == list(range(16))
@@ -158,6 +158,18 @@ def test_an_interrupted_sweep_ends_as_another(swept, tmp_path):
 def test_a_diverged_run_is_last(tmp_path):
     found = run_sweep(tmp_path / "some", trials=9, fit_one=Fake(largest=1e-3))
     assert [None in t.losses[-1] for t in found.trials] == [False] * 3 + [True] * 6
+    # In the last round: the first trial had won with its other seeds.
+    best = run_sweep(tmp_path / "two", trials=2, seeds=2).trials[0].trial
+    fake = Fake()
+
+    def lose_one(experiment, directory, **how):
+        if directory.parts[-2:] == (f"trial-{best:02}", "steps-600-seed-9"):
+            directory.mkdir(parents=True)
+            raise Diverged("10 steps skipped")
+        fake(experiment, directory, **how)
+
+    found = run_sweep(tmp_path / "lost", trials=2, seeds=2, fit_one=lose_one)
+    assert found.trials[1].trial == best and "1 of 2 diverged" in str(found) and "is worse" not in str(found)
     with pytest.raises(UserError, match="all trials of 200 steps diverged"):
         run_sweep(tmp_path / "all", trials=9, fit_one=Fake(largest=0))
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.config.validate import check_count, check_value, short_repr
+from jaxgpt.config.validate import check_value, short_repr
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.data.dataset import encode_whole
 from jaxgpt.data.pipeline import Tokens
@@ -207,7 +207,7 @@ def _find_peaks(model: EditedGPT, params: Params, windows_NT: jax.Array) -> tupl
     return jnp.pad(best_LFK, missing, constant_values=-jnp.inf), jnp.pad(where_LFK, missing, constant_values=-1)
 
 
-def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None, corpus_tokens: int = CORPUS_TOKENS) -> str:
+def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None) -> str:
     """Return a self-contained HTML page that shows what the model computes on a text.
 
     It shows surprise, attention, norms, the residual stream, MLP units, the logit lens, embeddings and sampling.
@@ -215,20 +215,19 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None, corp
     Args:
         prompt: the text, or its token ids.
         data: a UTF-8 file to search for the top activating examples of each MLP unit. None means the run's training text.
-        corpus_tokens: tokens of that text to read, spread evenly over it. 0 means none.
 
     Raises:
         UserError: if the prompt is empty, longer than block_size or too long for a page, or the file cannot be used.
     """
     check_value("run", run, Run)
-    config, corpus_tokens = run.model.config, check_count("corpus_tokens", corpus_tokens, 0)
+    config = run.model.config
     ids = _encode_prompt(run, prompt)
     seen = capture_activations(run.model, run.params, ids, run.tokenizer.vocab_size)
     if np.isnan(seen.logits_V).any():
         raise UserError(
             f"{run.directory} gives logits that are not finite, so there is nothing to draw: use another run"
         )
-    windows_NT, why = _windows(run, data, corpus_tokens)
+    windows_NT, why = _windows(run, data)
     arrays, corpus, examples = Arrays(), None, [None] * config.n_layer
     if windows_NT is not None:
         corpus = {"ids": arrays.put_tokens(windows_NT.ravel()), "window": windows_NT.shape[1]}
@@ -327,11 +326,9 @@ def _put_units(arrays: Arrays, hidden_TF: np.ndarray, examples: Any, config: GPT
     }
 
 
-def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None, str]:
+def _windows(run: Run, data: str | None) -> tuple[np.ndarray | None, str]:
     """Return windows spread evenly over the run's training text, or over the file `data`, or None and the reason."""
     T = run.model.config.block_size
-    if not tokens:
-        return None, "The search is switched off (corpus_tokens=0)."
     if data is not None:
         text: Any = Tokens([encode_whole(find_user_files(data), run.tokenizer)[0]])
         if len(text) < T:
@@ -346,7 +343,7 @@ def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None
         text = dataset.train
         if not isinstance(text, Tokens):
             return None, "The run was trained on conversations or a mixture: name a text with --data FILE."
-    count = min(max(tokens // T, 1), len(text) // T)
+    count = min(max(CORPUS_TOKENS // T, 1), len(text) // T)
     starts = np.linspace(0, len(text) - T, count).astype(np.int64)
     return np.stack([text.read(int(start), T) for start in starts]), ""
 

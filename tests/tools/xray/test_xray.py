@@ -223,10 +223,10 @@ def data_of(html):
 @pytest.mark.slow
 def test_a_packed_run_is_seen_as_it_reads(run):
     """Its embeddings to the half of a step of 8 bits, and no scale counted as a parameter."""
-    html = xray(run, "La", corpus_tokens=0)
-    assert xray(run, run.tokenizer.encode("La").tolist(), corpus_tokens=0) == html
+    html = xray(run, "La")
+    assert xray(run, run.tokenizer.encode("La").tolist()) == html
     packed, whole = run.for_decoding("int8"), data_of(html)
-    found = data_of(xray(packed, "La", corpus_tokens=0))
+    found = data_of(xray(packed, "La"))
     assert found["facts"] == whole["facts"]
     rows_VD, exact_VD = read_embedding(packed.params), read_embedding(run.params)
     assert (np.abs(rows_VD - exact_VD).max(axis=1) <= 0.51 / 127 * np.abs(exact_VD).max(axis=1)).all()
@@ -234,7 +234,6 @@ def test_a_packed_run_is_seen_as_it_reads(run):
 
 
 def test_without_a_corpus_it_says_why(run, tmp_path, monkeypatch):
-    assert "switched off" in data_of(xray(run, "La", corpus_tokens=0))["why_no_corpus"]
     moved = dataclasses.replace(run.experiment.data, path=str(tmp_path / "gone.txt"))
     gone = dataclasses.replace(run, experiment=dataclasses.replace(run.experiment, data=moved))
     assert data_of(xray(gone, "La"))["corpus"] is not None  # its tokens are in the cache
@@ -254,7 +253,6 @@ def test_without_a_corpus_it_says_why(run, tmp_path, monkeypatch):
         ([0, 9999], {}, "prompt has ids from 0 to 9999"),
         ("La Mancha " * 6, {}, "has 60 tokens, and the context of .* is 48"),
         ("La", {"data": "short.txt"}, "has 5 tokens, needed 48"),
-        ("La", {"corpus_tokens": -1}, "corpus_tokens=-1: needs at least 0"),
     ],
 )
 def test_what_it_refuses(run, tmp_path, monkeypatch, prompt, how, words):
@@ -267,7 +265,7 @@ def test_what_it_refuses(run, tmp_path, monkeypatch, prompt, how, words):
 @pytest.mark.slow
 def test_a_prompt_of_one_token(run, open_page, tmp_path):
     path = tmp_path / "short.html"
-    path.write_text(xray(run, "I", corpus_tokens=0), encoding="utf-8")
+    path.write_text(xray(run, "I"), encoding="utf-8")
     page = open_page(path)
     assert page.locator("#surprise .tok").count() == 1 and page.complaints == []
     page.close()
