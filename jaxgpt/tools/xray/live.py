@@ -129,18 +129,13 @@ def describe_tokenizer(tokenizer: Tokenizer, arrays: Arrays) -> dict[str, Any]:
     elif isinstance(tokenizer, BPETokenizer):
         parts, letters = tokenizer.parts(), list_byte_names()
         model, added, pattern = parts["model"], parts["added_tokens"], find_word_pattern(parts["pre_tokenizer"])
-        vocab, unusual = model["vocab"], [name for name in UNUSUAL if model.get(name)]
-        others = {
-            "a normalizer": bool(parts["normalizer"]),
-            "added tokens that are not special": not all(token["special"] for token in added),
-            "another model than BPE": model["type"] != "BPE",
-            "a vocabulary without some of the 256 bytes": any(c not in vocab for c in letters),
-            "another pattern of words": pattern is None,
-        }
-        if unusual := [*unusual, *(name for name, is_so in others.items() if is_so)]:
+        vocab = model["vocab"]
+        is_plain = model["type"] == "BPE" and not any(model.get(name) for name in UNUSUAL) and not parts["normalizer"]
+        is_known = pattern is not None and all(c in vocab for c in letters) and all(x["special"] for x in added)
+        if not is_plain or not is_known:
             raise UserError(
-                f"the page cannot encode as this run's tokenizer does, which has {', '.join(unusual)}: it knows "
-                "characters, bytes and byte-level BPE as GPT-2, GPT-4 and Llama 3 have it"
+                "the page cannot encode as this run's tokenizer does: it knows characters, bytes and byte-level BPE as "
+                "GPT-2, GPT-4 and Llama 3 have it"
             )
         codes, tokens = {letter: byte for byte, letter in enumerate(letters)}, [b""] * tokenizer.vocab_size
         for text, i in [*vocab.items(), *((token["content"], token["id"]) for token in added)]:
