@@ -21,6 +21,7 @@ from jaxgpt.model import GPTConfig
 from jaxgpt.parallel import limits
 from jaxgpt.runs.directory import RunMetadata, is_training, read_metadata
 from jaxgpt.runs.metrics import finite_values, parse_metrics
+from jaxgpt.tools.grid import format_table
 
 LARGEST_FIRST = ("size", "tokens", "speed", "date")
 
@@ -135,9 +136,8 @@ def count_parameters(config: GPTConfig) -> int:
 
 
 def format_rows(rows: Sequence[Row]) -> str:
-    """Return the table as lines of text."""
-    head = ["run", "size", "tokens", "loss", "tokens/s", "date", "status"]
-    table = [head]
+    """Return the rows as a table in Markdown."""
+    table = []
     for row in rows:
         reached = f" {row.step}/{row.steps}" if row.status in ("training", "interrupted", "diverged") else ""
         loss = "" if row.loss is None else f"{row.loss:.4f}"
@@ -145,15 +145,7 @@ def format_rows(rows: Sequence[Row]) -> str:
         cells = [row.name, _shorten(row.size), _shorten(row.tokens), loss, speed, (row.date or "")[:10]]
         cells.append(row.problem or row.status + reached)
         table.append([cell if cell.isprintable() else repr(cell) for cell in cells])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    numbers = range(1, 5)
-    lines = []
-    for cells in table:
-        padded = [
-            f"{x:>{n}}" if i in numbers else f"{x:<{n}}" for i, (x, n) in enumerate(zip(cells, widths, strict=True))
-        ]
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)
+    return format_table(["run", "size", "tokens", "loss", "tokens/s", "date", "status"], table)
 
 
 def _shorten(number: int | None) -> str:

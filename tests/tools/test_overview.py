@@ -126,8 +126,8 @@ def test_lines_that_are_doubled_count_once_and_their_order_does_not(place, tmp_p
 
 def test_each_run_is_a_line(place):
     rows = read_rows(place)
-    head, *lines = format_rows([*rows, dataclasses.replace(rows[0], name="a\x1b[2J\nb")]).splitlines()
-    assert len(lines) == len(rows) + 1 and head.startswith("run  ")
+    head, _, *lines = format_rows([*rows, dataclasses.replace(rows[0], name="a\x1b[2J\nb")]).splitlines()
+    assert len(lines) == len(rows) + 1 and head.startswith("| run | size |")
     assert all(row.name in line and (row.problem or "") in line for row, line in zip(rows, lines, strict=False))
 
 
