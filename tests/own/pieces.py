@@ -204,7 +204,7 @@ class SumsConfig(DataConfig):
 SEEN: list[dict] = []
 callbacks = [SEEN.append]  # a callback
 
-SMALL = dict(block_size=16, n_layer=2, n_head=2, n_embd=8)
+SMALL = dict(block_size=16, n_layer=1, n_head=2, n_embd=8)
 data = SumsConfig()
 train = TrainConfig(
     steps=6, batch_size=4, log_every=1, log_layers=True, eval_every=3, checkpoint_every=2, keep_last=3, sample_tokens=8
