@@ -6,13 +6,10 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from jaxgpt.errors import UserError
 from jaxgpt.interventions import logit_lens, run
 from jaxgpt.sample.quantize import unstack_layers
-from jaxgpt.training import fit
-from tests.helpers import import_pages, tiny_experiment
+from tests.helpers import import_pages
 from tests.interventions.test_edits import CONFIGS, TOKENS, make, quick
 
 analyses, study = import_pages("interpretability", "analyses", "inspect_run")
@@ -23,7 +20,7 @@ PRE = {
 }
 
 
-@quick(PRE, default=["gpt2", "offset"])
+@quick(PRE, default="offset")
 def test_contributions_sum_to_the_difference_of_the_logits(name):
     model, params = make(PRE[name])
     found = analyses.logit_attribution(model, params, TOKENS[0], 3, 5)
@@ -65,8 +62,6 @@ def test_the_jacobian_lens_is_the_mean_jacobian():
     jacobian = jax.jit(jax.jacrev(after))
     mean_DD = sum(jacobian(x_TD)[valid, :, valid].sum(axis=(0, 2)) for x_TD in stream_BTD) / (B * (T - 3))
     chex.assert_trees_all_close(found[1], mean_DD, rtol=1e-3, atol=1e-4)
-    with pytest.raises(UserError, match="skip_first=10 of 11 tokens: give 0 to 9"):
-        analyses.fit_jacobian_lens(model, params, TOKENS, skip_first=10)
 
 
 def test_the_jacobian_lens_carries_each_stream_to_the_last_layer():
@@ -92,25 +87,10 @@ def test_a_probe_finds_what_is_linear_and_scores_it_on_other_rows():
     assert (logits_UC.argmax(axis=1) == linear_U[600:]).mean() == found.accuracy
     noise = analyses.fit_probe(x_UD, rng.integers(0, 2, 800))
     assert abs(noise.accuracy - 0.5) < 0.1
-    with pytest.raises(UserError, match=r"activations \[800, 6\], labels \[3\] int64: give"):
-        analyses.fit_probe(x_UD, [0, 1, 0])
-    with pytest.raises(UserError, match="1 rows with held_out=0.25: give rows to fit and rows to score"):
-        analyses.fit_probe(x_UD[:1], [0])
 
 
-def test_what_an_analysis_refuses_is_one_clear_line():
-    for name, config, args, said in (
-        ("logit_attribution", "gpt2", {"token": 3, "other": 23}, "tokens 3 and 23: give 0 to 22"),
-        ("logit_attribution", "sandwich", {"token": 3, "other": 5}, "not a sum of what each part writes. Give a"),
-        ("induction_scores", "gpt2", {"period": 5}, "period=5: the tokens do not repeat after 5"),
-        ("induction_scores", "gpt2", {"period": 11}, "period=11: needs 2 to 10, so that the segment begins again"),
-    ):
-        with pytest.raises(UserError, match=said):
-            getattr(analyses, name)(*make(CONFIGS[config]), TOKENS[0] if "token" in args else TOKENS, **args)
-
-
-def test_the_study_of_a_run(text_file, tmp_path, capsys):
-    run = fit(tiny_experiment(text_file, steps=2), tmp_path / "run", progress=False)
+def test_the_study_of_a_run(tiny_run, tmp_path, capsys):
+    run = tiny_run
     scores = study.main([str(run.directory), "--rows", "2", "--out", str(tmp_path / "heads.png")])
     c, said = run.model.config, capsys.readouterr().out
     assert scores["induction"].shape == scores["previous token"].shape == (c.n_layer, c.n_head)

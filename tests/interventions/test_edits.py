@@ -41,13 +41,12 @@ def model_params():
 
 
 def quick(names, *, default):
-    """Parametrise by the names of configurations, of which all but the default ones are slow."""
-    return pytest.mark.parametrize(
-        "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in default)) for n in names]
-    )
+    """Parametrise by the names of configurations, of which all but the default one are slow."""
+    marks = {name: () if name == default else pytest.mark.slow for name in names}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
 
 
-@quick(CONFIGS, default=["gqa"])
+@quick(CONFIGS, default="gqa")
 def test_nothing_changes_without_an_edit_or_with_what_was_there(name):
     """Replacing any activation by itself gives the logits of the model."""
     model, params = make(CONFIGS[name])
@@ -95,7 +94,7 @@ def generate_greedily(model, params, prompt):
     return made.tokens[0], np.array(made.logprobs[0])
 
 
-@quick(["gqa", "sandwich"], default=["gqa"])
+@quick(["gqa", "sandwich"], default="gqa")
 def test_text_is_generated_under_an_intervention(name):
     """Cached decoding gives the tokens of whole forward passes under the same edits."""
     model, params = make(CONFIGS[name])
@@ -133,7 +132,6 @@ def test_a_wrong_edit_is_one_clear_line(model_params):
         ([zero("head", 0)], "place='head': needs one of embedding, queries"),
         ([zero("heads", 2)], r"heads, layer=2: needs a layer from 0 to 1"),
         ([zero("embedding", 0)], "embedding, layer=0: needs no layer"),
-        ([zero("heads", 0, index=4)], "h_0/heads, index=4: needs integers from 0 to 3"),
         ([zero("units", 0, index=[1.5])], r"h_0/units, index=\[1.5\]: needs integers from 0 to 63"),
         ([zero("mlp", 0, positions=[16])], r"h_0/mlp, positions=\[16\]: needs integers from 0 to 15"),
         ([add("mlp", 0, vector=np.ones(15))], r"h_0/mlp: got an array of shape \[15\], needs \[1, 16\]"),

@@ -41,12 +41,9 @@ def defined_attention(q_BTNH, k_BSKH, v_BSKH, scores):
 @pytest.mark.parametrize(
     ("kernel", "scores"),
     [
-        *(
-            pytest.param(kernel, scores, id=f"{kernel}-how{n}")
-            for kernel in ("plain", "xla")
-            for n, scores in enumerate([Scores(), Scores(scale=0.3, window=3), Scores(window=1)])
-        ),
-        ("plain", Scores(softcap=0.7, window=4)),
+        pytest.param("plain", Scores(), id="plain-how0"),
+        pytest.param("plain", Scores(scale=0.3, softcap=0.7, window=3), id="plain-how1"),
+        pytest.param("xla", Scores(scale=0.3, window=3), id="xla-how1"),
     ],
 )
 def test_every_kernel_computes_what_is_defined(kernel, scores):
@@ -55,8 +52,11 @@ def test_every_kernel_computes_what_is_defined(kernel, scores):
     np.testing.assert_allclose(out_BTNH, defined_attention(*qkv(), scores), **FLOAT32_REORDERED)
 
 
-@pytest.mark.parametrize("how", [{}, {"window": 3, "softcap": 0.7, "scale": 0.3}, {"causal": False}])
-@pytest.mark.parametrize("long", [plain.MIN_BLOCKED_T, 4], ids=["whole", "blocks"])
+@pytest.mark.parametrize(
+    ("how", "long"),
+    [({"window": 3, "softcap": 0.7, "scale": 0.3}, 4), ({"causal": False}, plain.MIN_BLOCKED_T)],
+    ids=["blocks", "whole"],
+)
 def test_its_weights_are_what_it_makes_of_the_identity(how, long, monkeypatch):
     """Also with two documents in a row. Values may have another size than queries: an identity's is S."""
     monkeypatch.setattr(plain, "MIN_BLOCKED_T", long)
@@ -81,10 +81,8 @@ def test_kernels_have_the_same_gradients():
 @pytest.mark.parametrize(
     "how",
     [
-        {},
-        {"scores": Scores(window=3)},
-        {"scores": Scores(window=1, softcap=0.7)},
-        {"segments_BT": jnp.array([[0, 0, 0, 1, 1, 2, 2, 2]] * 2)},
+        pytest.param({"scores": Scores(window=3, softcap=0.7)}, id="how1"),
+        pytest.param({"segments_BT": jnp.array([[0, 0, 0, 1, 1, 2, 2, 2]] * 2)}, id="how3"),
     ],
 )
 def test_blocks_of_queries_equal_the_whole_square(how, monkeypatch):
@@ -100,8 +98,7 @@ def test_blocks_of_queries_equal_the_whole_square(how, monkeypatch):
     chex.assert_trees_all_close(out_and_gradients(plain_attention, q, k, v, **how), whole, **FLOAT32_REORDERED)
 
 
-@pytest.mark.parametrize("axes", ["BNTS", "B1TS", "1N1S", "11TS"])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("axes", "causal"), [("BNTS", True), ("1N1S", False)])
 def test_a_mask_is_what_jaxs_own_attention_makes_of_it(axes, causal, monkeypatch):
     """Whole and in four blocks of queries, and with segments besides."""
     T, sizes = 8, {"B": 2, "N": 6, "T": 8, "S": 8, "1": 1}
@@ -121,25 +118,13 @@ def test_a_mask_is_what_jaxs_own_attention_makes_of_it(axes, causal, monkeypatch
         np.testing.assert_allclose(found, expected, **FLOAT32_REORDERED)
 
 
-def test_softmax_of_the_lesson():
-    """Logits 10, 6, 3: the first takes 98% of the attention (H = 1, so the scale is 1)."""
-    q = jnp.ones((1, 3, 1, 1))
-    k = jnp.array([10.0, 6.0, 3.0]).reshape(1, 3, 1, 1)
-    v = jnp.array([1.0, 0.0, 0.0]).reshape(1, 3, 1, 1)
-    np.testing.assert_allclose(attend(q, k, v)[0, 2, 0, 0], 0.981, atol=1e-3)
-
-
 def test_scores_and_softmax_are_float32():
-    """With bfloat16 inputs only inputs and output are rounded: two digits, not none."""
+    """With bfloat16 inputs only inputs and output are rounded: two digits, not none. Extreme scores are finite."""
     q, k, v = (8.0 * x for x in qkv())
     low = attend(*(x.astype(jnp.bfloat16) for x in (q, k, v)))
     assert low.dtype == jnp.bfloat16
     rounded = (x.astype(jnp.bfloat16).astype(jnp.float32) for x in (q, k, v))
     np.testing.assert_allclose(low.astype(jnp.float32), attend(*rounded), rtol=0.02, atol=0.1)
-
-
-def test_extreme_scores_are_finite():
-    q, k, v = qkv()
     chex.assert_tree_all_finite(attend(1e10 * q, 1e10 * k, v))
 
 
@@ -154,7 +139,7 @@ def test_dropout_drops_weights_and_output_in_training_only():
     assert 0.3 < zeros < 0.7  # the output's half
 
 
-@pytest.mark.parametrize("long", [plain.MIN_BLOCKED_T, 1])
+@pytest.mark.parametrize("long", [256, pytest.param(1, marks=pytest.mark.slow)])
 def test_dropped_weights_keep_their_expectation(long, monkeypatch):
     monkeypatch.setattr(plain, "MIN_BLOCKED_T", long)
     monkeypatch.setattr(plain, "NUM_BLOCKS", SIZES["T"])

@@ -2,7 +2,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 
 from jaxgpt.layers import ACTIVATIONS, MLP
 from tests.conftest import SIZES
@@ -14,17 +13,6 @@ def make_mlp(hidden, width, **kwargs):
     options = dict(activation="gelu", use_bias=True, dropout=0.0)
     mlp = MLP(hidden=hidden, **options | kwargs, kernel_init=init, residual_init=init)
     return mlp, jax.jit(mlp.init)(jax.random.key(0), jnp.ones((1, 1, width)))
-
-
-def test_shapes_of_the_lesson():
-    """tinytorch's MLP: (1, 10, 768) in and out, 3072 inside, GELU and biases."""
-    options = dict(activation="gelu", use_bias=True, dropout=0.0)
-    mlp = MLP(hidden=3072, **options, kernel_init=nn.zeros, residual_init=nn.zeros)
-    x = jnp.ones((1, 10, 768))
-    variables = jax.eval_shape(mlp.init, jax.random.key(0), x)
-    assert jax.eval_shape(mlp.apply, variables, x).shape == (1, 10, 768)
-    assert variables["params"]["c_fc"]["kernel"].shape == (768, 3072)
-    assert variables["params"]["c_proj"]["kernel"].shape == (3072, 768)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +41,7 @@ def test_gelu_by_erf_equals_gelu_by_erfc(dtype, atol):
     np.testing.assert_allclose(slope, expected, rtol=1e-6, atol=atol)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_the_formula(activation):
     D, F = SIZES["D"], SIZES["F"]
     mlp, variables = make_mlp(F, D, activation=activation)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt import interventions
 from jaxgpt.errors import UserError
 from jaxgpt.sample.programs import allocate_cache, cache_columns, read
 from jaxgpt.sample.quantize import apply_model, for_decoding
@@ -17,20 +16,17 @@ from tests.helpers import TINY, make_model, stack_layers
 # float32 sums in another order, through two layers, of logits near 1.
 CACHED = dict(rtol=1e-4, atol=1e-4)
 
-POSITIONS = ("learned", "sinusoidal", "rope", "none")
-HEADS = ({}, {"n_kv_head": 1}, {"qk_norm": True}, {"n_kv_head": 2, "qk_norm": True})
-# Each position with norms before and after, each kind of heads with two positions; and what later families brought.
+# Pairs of positions, norms and kinds of heads; what the model of another row has too is left out.
 GRID = [
-    dict(position=position, norm_position=("pre", "post")[h // 2], norm=("layernorm", "rmsnorm")[h % 2], **HEADS[h])
-    for p, position in enumerate(POSITIONS)
-    for h in (p % 2, p % 2 + 2)
-] + [
+    dict(position="learned", norm_position="pre", norm="layernorm"),
     dict(
         position="rope", norm_position="sandwich", sliding_window=3, global_every=2, attention_softcap=1.0, head_dim=6
     ),
     dict(
         position="rope", norm_position="output", sliding_window=4, qk_norm=True, qk_norm_over="heads", query_scale=3.0
     ),
+    dict(position="sinusoidal", norm_position="post", norm="rmsnorm", n_kv_head=2, qk_norm=True),
+    dict(position="none", n_kv_head=1),
     dict(position="rope", parallel_residual=True, rope_fraction=0.5, rope_scaling="linear", rope_factor=2.0),
 ]
 
@@ -72,7 +68,7 @@ def uncached_logits(model, params):
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, id="-".join(map(str, kind.values())), marks=pytest.mark.slow if n % 2 else ())
+        pytest.param(kind, id="-".join(map(str, kind.values())), marks=pytest.mark.slow if n > 2 else ())
         for n, kind in enumerate(GRID)
     ],
 )
@@ -82,23 +78,19 @@ def test_cached_equals_uncached(kind):
         np.testing.assert_allclose(got, wanted, **CACHED)
 
 
-@pytest.mark.parametrize(("scan_layers", "tied"), [(False, False), (True, True)])
-def test_packed_float32_weights_change_nothing(tied, scan_layers):
-    heads = {} if tied else {"n_kv_head": 1, "qk_norm": True, "qk_norm_over": "heads"}
-    config = dataclasses.replace(TINY, block_size=10, tie_embeddings=tied, activation="swiglu", mlp_dim=12, **heads)
+def test_packed_float32_weights_change_nothing():
+    heads = {"n_kv_head": 1, "qk_norm": True, "qk_norm_over": "heads"}
+    config = dataclasses.replace(TINY, block_size=10, tie_embeddings=False, activation="swiglu", mlp_dim=12, **heads)
     model, params = make_model(config)
     expected = uncached_logits(model, params)
-    if scan_layers:
-        params = stack_layers(params, config.n_layer)
-        model = model.clone(config=dataclasses.replace(config, scan_layers=True))
+    params = stack_layers(params, config.n_layer)
+    model = model.clone(config=dataclasses.replace(config, scan_layers=True))
     packed = for_decoding(model, params, "float32")
     assert "q" not in packed[1]["h_0"]["attn"]  # one product for q, k and v
     for got, wanted in zip(cached_logits(*packed), expected, strict=True):
         np.testing.assert_allclose(got, wanted, **CACHED)
     for got, wanted in zip(uncached_logits(*packed), expected, strict=True):
         np.testing.assert_allclose(got, wanted, **CACHED)
-    read = interventions.run(*packed, [ROWS[1]], read=["h_0/mlp"]), interventions.run(model, params, [ROWS[1]])
-    np.testing.assert_allclose(read[0].logits_BTV, read[1].logits_BTV, **CACHED)
     assert for_decoding(*packed)[1] is packed[1]
     left = jax.tree.map(jnp.copy, params)
     donated = for_decoding(model, left, "float32", donate=True)[1]
@@ -109,25 +101,23 @@ def test_packed_float32_weights_change_nothing(tied, scan_layers):
 
 
 def test_fewer_bits_take_less_memory_and_stay_near():
-    model, params = make_model(dataclasses.replace(TINY, block_size=10, n_embd=64, n_head=4))
+    model, params = make_model(dataclasses.replace(TINY, block_size=10, n_layer=1, n_embd=64, n_head=4))
     expected = np.concatenate(uncached_logits(model, params))
 
     def size(tree):
         return sum(x.nbytes for x in jax.tree.leaves(tree))
 
-    packed = {weights: for_decoding(model, params, weights) for weights in ("float32", "bfloat16", "int8")}
+    packed = {weights: for_decoding(model, params, weights) for weights in ("bfloat16", "int8")}
     assert size(packed["bfloat16"][1]) < 0.55 * size(params) and size(packed["int8"][1]) < 0.35 * size(params)
-    for weights, error in (("bfloat16", 0.02), ("int8", 0.05)):  # of the logits' standard deviation
-        got = np.concatenate(cached_logits(*packed[weights]))
-        assert 1e-4 < np.abs(got - expected).mean() / expected.std() < error, weights
+    got = np.concatenate(cached_logits(*packed["int8"]))
+    assert 1e-4 < np.abs(got - expected).mean() / expected.std() < 0.05  # of the logits' standard deviation
     got = np.concatenate(cached_logits(model, params, cache_dtype="int8"))
     assert 1e-5 < np.abs(got - expected).mean() / expected.std() < 0.02
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
-def test_a_model_that_recomputes_its_blocks_is_cached_as_any_other(remat):
+def test_a_model_that_recomputes_its_blocks_is_cached_as_any_other():
     """A cache that is written inside of a rematerialised block would stay in it."""
     model, params = make_model(dataclasses.replace(TINY, block_size=10, n_layer=1))
-    recomputed = model.clone(config=dataclasses.replace(model.config, remat=remat))
+    recomputed = model.clone(config=dataclasses.replace(model.config, remat="full"))
     for got, wanted in zip(cached_logits(recomputed, params), cached_logits(model, params), strict=True):
         np.testing.assert_array_equal(got, wanted)

@@ -14,8 +14,8 @@ from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.sample.score import score
 from tests.helpers import TINY, make_model
 
-C = 64
-CONFIG = dataclasses.replace(TINY, block_size=C, n_layer=2, n_embd=32, n_head=4, n_kv_head=2, position="rope")
+C, SLOTS = 64, 4
+CONFIG = dataclasses.replace(TINY, block_size=C, n_layer=1, n_embd=32, n_head=4, n_kv_head=2, position="rope")
 SAMPLINGS = [
     Sampling(),
     Sampling(greedy=True),
@@ -26,9 +26,15 @@ SAMPLINGS = [
 
 
 @functools.cache
-def lively(position="rope"):
-    model, params = make_model(dataclasses.replace(CONFIG, position=position))
+def lively():
+    model, params = make_model(CONFIG)
     return model, jax.tree.map(lambda x: 5.0 * x, params)
+
+
+def long():
+    """The same with a longer context."""
+    model, params = lively()
+    return model.clone(config=dataclasses.replace(CONFIG, block_size=4 * C)), params
 
 
 def requests(count, seed=0):
@@ -66,30 +72,25 @@ def serve(engine, wanted, burst=8):
     return [done[number] for number in range(len(wanted))]
 
 
-def test_64_requests_at_once_have_the_bits_of_each_alone():
-    engine = Engine(*lively(), slots=8)
-    together = serve(engine, requests(64))
-    assert [serve(engine, [request])[0] for request in requests(64)] == together
-    assert serve(engine, requests(64), burst=3) == together
-    for request, (tokens, logprobs, top, finish) in zip(requests(64), together, strict=True):
+def test_many_requests_at_once_have_the_bits_of_each_alone():
+    engine = Engine(*lively(), slots=SLOTS)
+    together = serve(engine, requests(20))
+    assert [serve(engine, [request])[0] for request in requests(20)] == together
+    assert serve(engine, requests(20), burst=3) == together
+    for request, (tokens, logprobs, top, finish) in zip(requests(20), together, strict=True):
         room = C + 1 - len(request.prompt)
         assert finish == ("length" if len(tokens) == min(request.max_new_tokens, room) else "stop")
         wanted = request.top_logprobs
         assert len(logprobs) == (0 if wanted is None else len(tokens))
         assert all(len(each) == (wanted or 0) for each in top)
-        new = min(request.max_new_tokens, room)
-        if request.sampling.greedy:
-            how = {"sampling": request.sampling, "stop_tokens": request.stop_tokens, "max_new_tokens": new}
-            assert generate(*lively(), [request.prompt], key=jax.random.key(0), **how).tokens == [tokens]
 
 
+@pytest.mark.slow
 def test_as_many_slots_give_the_bits_of_generate():
     """Though its cache has other columns, and its requests come in bursts."""
-    prompts = [request.prompt for request in requests(8)]
+    prompts = [request.prompt for request in requests(6)]
     how = dict(key=jax.random.key(7), max_new_tokens=20, sampling=SAMPLINGS[2], logprobs=True)
-    model, params = lively()
-    model = model.clone(config=dataclasses.replace(model.config, block_size=4 * C))
-    model, params = for_decoding(model, params)  # as `generate` and a server lay them out
+    model, params = for_decoding(*long())  # as `generate` and a server lay them out
     written = generate(model, params, prompts, slots=3, **how)
     wanted = [
         Request(prompt=prompt, key=key, max_new_tokens=20, sampling=SAMPLINGS[2], top_logprobs=0)
@@ -98,19 +99,16 @@ def test_as_many_slots_give_the_bits_of_generate():
     served = serve(Engine(model, params, slots=3), wanted)
     assert [tokens for tokens, *_ in served] == written.tokens
     assert [logprobs for _, logprobs, *_ in served] == written.logprobs
-    alone = [generate(model, params, [prompt], slots=3, **how) for prompt in prompts]
-    assert [each.logprobs[0] for each in alone] == written.logprobs
-    assert generate(model, params, prompts, **how).tokens == written.tokens
 
 
 def test_log_probabilities_and_alternatives_are_the_models():
-    request = dataclasses.replace(next(requests(1)), top_logprobs=5, sampling=Sampling(top_k=3), stop_tokens=[])
-    ((tokens, logprobs, top, _),) = serve(Engine(*lively(), slots=2), [request])
+    request = dataclasses.replace(next(requests(1)), top_logprobs=4, sampling=Sampling(top_k=3), stop_tokens=[])
+    ((tokens, logprobs, top, _),) = serve(Engine(*lively(), slots=SLOTS), [request])
     expected = score(*lively(), [[*request.prompt, *tokens]])[0][len(request.prompt) :]
     np.testing.assert_allclose(logprobs, expected, rtol=1e-4, atol=1e-4)
     for token, logprob, best in zip(tokens, logprobs, top, strict=True):
         assert sorted((p for _, p in best), reverse=True) == [p for _, p in best]
-        assert dict(best)[token] == logprob  # of three that could be drawn, among the best five
+        assert dict(best)[token] == logprob  # of three that could be drawn, among the best four
 
 
 def test_as_many_rows_are_computed_as_are_occupied(monkeypatch):
@@ -121,23 +119,22 @@ def test_as_many_rows_are_computed_as_are_occupied(monkeypatch):
         return decode(*args)
 
     monkeypatch.setattr(programs, "decode", count)
-    engine = Engine(*lively(), slots=6, resizes=True)
+    engine = Engine(*lively(), slots=SLOTS, resizes=True)
     for (tokens, logprobs, *rest), expected in zip(
-        serve(engine, requests(40)), serve(Engine(*lively(), slots=6), requests(40)), strict=True
+        serve(engine, requests(12)), serve(Engine(*lively(), slots=SLOTS), requests(12)), strict=True
     ):
         assert [tokens, *rest[1:]] == [expected[0], *expected[3:]]
         np.testing.assert_allclose(logprobs, expected[1], rtol=1e-4, atol=1e-4)  # 5.7e-5 on an Intel Xeon (model 207)
-    assert set(computed) == {1, 2, 4, 6}
+    assert set(computed) == {1, 2, SLOTS}
 
 
-@pytest.mark.parametrize("resizes", [False, True])
+@pytest.mark.parametrize("resizes", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_after_the_warm_up_nothing_compiles(resizes):
-    config = dataclasses.replace(CONFIG, block_size=300, position="learned")
-    engine = Engine(*make_model(config), slots=3, prefix_bytes=10**6, resizes=resizes)
+    engine = Engine(*long(), slots=2, prefix_bytes=10**6, resizes=resizes)
     engine.warm_up()
     wanted = [
-        dataclasses.replace(request, prompt=(request.prompt * 6)[: 300 - number])
-        for number, request in enumerate(requests(20, seed=1))
+        dataclasses.replace(request, prompt=(request.prompt * 4)[: 4 * C - number])
+        for number, request in enumerate(requests(8, seed=1))
     ]
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
@@ -150,15 +147,14 @@ def test_after_the_warm_up_nothing_compiles(resizes):
 
 
 def test_a_common_beginning_is_read_once_and_changes_no_bit():
-    config = dataclasses.replace(CONFIG, block_size=400)
-    model, params = make_model(config)
-    shared = np.random.default_rng(0).integers(0, 11, 330).tolist()
+    model, params = long()
+    shared = np.random.default_rng(0).integers(0, 11, 200).tolist()
     wanted = [
         Request(prompt=[*shared[:length], 1, 2], key=jax.random.key(length), max_new_tokens=5, top_logprobs=3)
-        for length in (330, 329, 64, 100, 270, 330)
+        for length in (200, 199, 64, 100, 200)
     ]
-    plain = serve(Engine(model, params, slots=1), wanted)
-    engine = Engine(model, params, slots=1, prefix_bytes=10**7)
+    plain = serve(Engine(model, params, slots=2), wanted)
+    engine = Engine(model, params, slots=2, prefix_bytes=10**7)
     cached = []
     for request, expected in zip(wanted, plain, strict=True):
         slot = engine.submit(request)
@@ -166,10 +162,10 @@ def test_a_common_beginning_is_read_once_and_changes_no_bit():
         cached.append(engine.cached_tokens(slot))
         engine.cancel(slot)
         assert serve(engine, [request]) == [expected]
-    assert cached == [0, 320, 64, 64, 256, 320]  # chunks of 64 tokens
-    others = [dataclasses.replace(request, prompt=[5, *request.prompt[1:]]) for request in wanted]  # nothing in common
-    assert serve(engine, others) == serve(Engine(model, params, slots=1), others)
-    small = Engine(model, params, slots=1, prefix_bytes=20_000)  # one chunk of 64 tokens takes 16,384 bytes
+    assert cached == [0, 192, 64, 64, 192]  # chunks of 64 tokens
+    others = [dataclasses.replace(wanted[0], prompt=[5, *wanted[0].prompt[1:]])]  # nothing in common
+    assert serve(engine, others) == serve(Engine(model, params, slots=2), others)
+    small = Engine(model, params, slots=2, prefix_bytes=10_000)  # one chunk of 64 tokens takes 8,192 bytes
     assert serve(small, wanted + wanted) == plain + plain
     assert len(small._prefixes._chunks) == 1
 
@@ -191,7 +187,7 @@ def test_a_cancelled_request_leaves_its_slot_and_the_others_alone(resizes):
 
 
 def test_bad_requests_are_refused():
-    engine, request = Engine(*lively(), slots=1), next(requests(1))
+    engine, request = Engine(*lively(), slots=2), next(requests(1))
     for change, said in (
         ({"prompt": []}, "the prompt is empty"),
         ({"prompt": [1] * (C + 1)}, f"the prompt has {C + 1} tokens: needs at most block_size={C}"),

@@ -1,3 +1,4 @@
+import contextlib
 import math
 
 import jax
@@ -13,24 +14,24 @@ LOGITS = jnp.asarray(np.random.default_rng(0).normal(scale=2.0, size=(5, 11)), j
 PROBABILITIES = np.asarray(jax.nn.softmax(LOGITS, axis=-1), np.float64)
 
 
-def drawn(sampling, draws=1):
-    keys, rows = jax.random.split(jax.random.key(0), (draws, len(LOGITS))), SamplingRows.stack([sampling])
-    return np.asarray(jax.jit(jax.vmap(lambda k: rows.draw(LOGITS, k)))(keys))
+def drawn(samplings, logits_BV, draws):
+    """Tokens [draws, B], each row drawn by its own sampling, in one program."""
+    rows, keys = SamplingRows.stack(samplings), jax.random.split(jax.random.key(0), (draws, len(samplings)))
+    return np.asarray(jax.jit(jax.vmap(lambda k: rows.draw(logits_BV, k)))(keys))
 
 
-@pytest.mark.parametrize(
-    "how", [{"greedy": True}, {"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"top_p": 0.0}], ids=str
-)
-def test_what_is_greedy(how):
+def test_what_is_greedy():
     """Also top-k 1, and a nucleus of one."""
-    np.testing.assert_array_equal(drawn(Sampling(**how), 20), np.broadcast_to(LOGITS.argmax(-1), (20, 5)))
+    how = [{"greedy": True}, {"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"top_p": 0.0}]
+    found = drawn([Sampling(**each) for each in how], LOGITS, 20)
+    np.testing.assert_array_equal(found, np.broadcast_to(LOGITS.argmax(-1), (20, 5)))
 
 
 def test_top_k_keeps_k_by_sorting_and_by_bisection(monkeypatch):
     """Of ties, zeros of both signs and infinities too, and where one row has another k, or none."""
     logits_BV = jax.random.normal(jax.random.key(0), (4, 500)).at[0, :9].set(jnp.array([0.0, -0.0, 3.0] * 3))
     logits_BV = logits_BV.at[1, ::2].set(-jnp.inf).at[2].set(jnp.round(logits_BV[2]))
-    for k in (1, 128, 500, 600, jnp.array([1, 77, 500, 9]), jnp.array([3, 300, 128, 7])):
+    for k in (128, jnp.array([1, 77, 600, 9])):
         kept = np.asarray(keep_top_k(logits_BV, k))
         monkeypatch.setattr(filters, "SMALL_K", 1)  # any larger k is found by bisection
         np.testing.assert_array_equal(kept.view(np.int32), np.asarray(keep_top_k(logits_BV, k)).view(np.int32))
@@ -40,7 +41,7 @@ def test_top_k_keeps_k_by_sorting_and_by_bisection(monkeypatch):
             np.testing.assert_array_equal(held != -np.inf, (row >= np.sort(row)[-count]) & (row > -np.inf))
 
 
-@pytest.mark.parametrize("p", [0.05, 0.1, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("p", [0.1, 0.9])
 def test_the_nucleus_holds_p_and_is_minimal(p):
     for logits in (LOGITS, jax.random.normal(jax.random.key(3), (2, 5000)) * 3.0):
         kept = np.isfinite(keep_top_p(logits, p))
@@ -60,7 +61,7 @@ def test_the_nucleus_of_nothing_is_the_likeliest():
     np.testing.assert_array_equal(np.isfinite(keep_top_p(logits, 0.5)), [[True] * 4])
 
 
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("p", [0.0, 0.1])
 def test_min_p_is_its_definition(p):
     kept = np.isfinite(keep_min_p(LOGITS, p))
     np.testing.assert_array_equal(kept, p * PROBABILITIES.max(-1, keepdims=True) * (1 - 1e-6) <= PROBABILITIES)
@@ -82,13 +83,11 @@ def test_counted_penalties_and_biases_are_their_formula():
 
 
 @pytest.mark.parametrize(
-    "bias", [[(1, 101.0)], [(1, -1e9)], [(-1, 1.0)], [(1, 1.0), (1, 2.0)], [(0.5, 1.0)], [(1,)], 1]
+    "bias", [((1, 101.0),), ((-1, 1.0),), ((1, 1.0), (1, 2.0)), ((1,),), 1, tuple((i, 1.0) for i in range(1025))]
 )
 def test_biases_that_mean_nothing_are_refused(bias):
     with pytest.raises(UserError, match=r"logit_bias=.*needs"):
-        Sampling(logit_bias=tuple(bias) if isinstance(bias, list) else bias)
-    with pytest.raises(UserError, match=r"logit_bias=.*at most 1024"):
-        Sampling(logit_bias=tuple((i, 1.0) for i in range(1025)))
+        Sampling(logit_bias=bias)
 
 
 def test_the_penalty_makes_seen_tokens_less_likely_and_no_other():
@@ -101,25 +100,21 @@ def test_the_penalty_makes_seen_tokens_less_likely_and_no_other():
     np.testing.assert_array_equal(rows.adjust(LOGITS, seen)[1:], LOGITS[1:])
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        *({"temperature": 1.5}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2}),
-        {"temperature": 0.8, "top_k": 6, "top_p": 0.95, "min_p": 0.05},
-    ],
-    ids=str,
-)
-def test_frequencies_follow_the_distribution(how):
-    """Chi-squared of 100,000 draws over at most 11 tokens: 99.9% of seeds stay below 29.6. What is out stays out."""
-    draws = 100_000
-    counts = np.bincount(drawn(Sampling(**how), draws)[:, 0], minlength=11)
-    logits = LOGITS[:1] / how.get("temperature", 1.0)
-    for keep, name in ((keep_top_k, "top_k"), (keep_top_p, "top_p"), (keep_min_p, "min_p")):
-        logits = keep(logits, how[name]) if name in how else logits
-    expected = np.asarray(jax.nn.softmax(logits[0]), np.float64) * draws
-    assert (counts[expected == 0] == 0).all()
-    inside = expected > 0
-    assert ((counts - expected)[inside] ** 2 / expected[inside]).sum() < 29.6
+def test_frequencies_follow_the_distribution():
+    """Chi-squared of 20,000 draws over at most 11 tokens: 99.9% of seeds stay below 29.6. What is out stays out."""
+    hows: list[dict] = [{"temperature": 1.5}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2}]
+    hows.append({"temperature": 0.8, "top_k": 6, "top_p": 0.95, "min_p": 0.05})
+    draws, logits_BV = 20_000, jnp.broadcast_to(LOGITS[:1], (5, 11))
+    tokens_RB = drawn([Sampling(**how) for how in hows], logits_BV, draws)
+    for row, how in enumerate(hows):
+        counts = np.bincount(tokens_RB[:, row], minlength=11)
+        logits = LOGITS[:1] / how.get("temperature", 1.0)
+        for keep, name in ((keep_top_k, "top_k"), (keep_top_p, "top_p"), (keep_min_p, "min_p")):
+            logits = keep(logits, how[name]) if name in how else logits
+        expected = np.asarray(jax.nn.softmax(logits[0]), np.float64) * draws
+        assert (counts[expected == 0] == 0).all(), how
+        inside = expected > 0
+        assert ((counts - expected)[inside] ** 2 / expected[inside]).sum() < 29.6, how
 
 
 def test_a_token_without_weight_is_never_drawn():
@@ -175,24 +170,22 @@ def test_each_row_has_its_own_sampling_to_the_bit():
     assert draw_rows._cache_size() == 1
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        *({"temperature": 10.0**n} for n in (-320, -300, -38, -18, -7, -6, 0, 18, 38, 300)),
-        *({name: 10.0**n} for name in ("top_p", "min_p") for n in (-320, -38, -18, 0)),
-        *({"repetition_penalty": 10.0**n, "temperature": 1e-6} for n in (-38, -6, 0, 6, 38)),
+def test_extremes_give_probabilities_or_are_refused():
+    hows = [
+        *({"temperature": 10.0**n} for n in (-320, -38, -7, 0, 18, 38, 300)),
+        *({name: 10.0**n} for name in ("top_p", "min_p") for n in (-320, -38, 0)),
+        *({"repetition_penalty": 10.0**n, "temperature": 1e-6} for n in (-38, -6, 6, 38)),
         {"repetition_penalty": 1.0 - 1e-16, "top_p": 1.0 - 1e-16, "min_p": 1.0 - 1e-16},
-    ],
-    ids=str,
-)
-def test_extremes_give_probabilities_or_are_refused(how):
-    logits_BV = jnp.array([[0.0, 3.0, 9.0, 4.0], [-200.0, 90.0, 0.0, 1.0]])
-    try:
-        sampling = Sampling(**how)
-    except UserError as e:
-        assert "needs" in str(e)
-        return
-    found_BV = np.asarray(SamplingRows.stack([sampling]).probabilities(logits_BV, jnp.ones((2, 4), bool)))
-    np.testing.assert_allclose(found_BV.sum(axis=1), 1.0, rtol=1e-6)
-    if sampling.repetition_penalty is None and min(how.get("temperature", 1.0), how.get("top_p", 1.0)) < 1e-3:
-        assert found_BV.max(axis=1).tolist() == [1.0, 1.0]
+    ]
+    taken = []
+    for how in hows:
+        with contextlib.suppress(UserError):
+            taken.append(Sampling(**how))
+    assert 4 < len(taken) < len(hows)
+    for logits_V in ([0.0, 3.0, 9.0, 4.0], [-200.0, 90.0, 0.0, 1.0]):
+        logits_BV = jnp.broadcast_to(jnp.array(logits_V), (len(taken), 4))
+        found_BV = SamplingRows.stack(taken).probabilities(logits_BV, jnp.ones(logits_BV.shape, bool))
+        np.testing.assert_allclose(found_BV.sum(axis=1), 1.0, rtol=1e-6)
+        for sampling, found_V in zip(taken, np.asarray(found_BV), strict=True):
+            if sampling.repetition_penalty is None and (sampling.temperature or 1.0) < 1e-3:
+                assert found_V.max() == 1.0, sampling

@@ -19,9 +19,15 @@ PROMPTS = [[3], [1, 2, 3, 4, 5], [4] * C, [10, 9, 8, 7, 6, 5, 4]]
 
 
 @functools.cache
+def even(position="learned"):
+    """A model to which all tokens are about equally likely."""
+    return make_model(dataclasses.replace(TINY, n_layer=1, position=position, n_head=4, n_kv_head=2))
+
+
+@functools.cache
 def lively(position):
     """A model whose greedy text is not one token for ever."""
-    model, params = make_model(dataclasses.replace(TINY, position=position, n_head=4, n_kv_head=2))
+    model, params = make_model(dataclasses.replace(TINY, n_layer=1, position=position, n_head=4, n_kv_head=2))
     return model, jax.tree.map(lambda x: 5.0 * x, params)
 
 
@@ -57,8 +63,8 @@ def banded_logits(model, params, tokens_BT):
 @pytest.mark.parametrize("position", ["learned", pytest.param("sinusoidal", marks=pytest.mark.slow)])
 def test_greedy_equals_recomputation_of_ragged_prompts_far_past_the_context(position):
     model, params = lively(position)
-    out = run(model, params, PROMPTS, new=4 * C, sampling=GREEDY)
-    assert out.tokens == [restarting(model, params, prompt, 4 * C) for prompt in PROMPTS]
+    out = run(model, params, PROMPTS, new=3 * C, sampling=GREEDY)
+    assert out.tokens == [restarting(model, params, prompt, 3 * C) for prompt in PROMPTS]
     assert max(len(set(tokens)) for tokens in out.tokens) > 2
 
 
@@ -80,7 +86,7 @@ def test_greedy_equals_recomputation_with_a_sliding_window(position):
 
 def test_a_row_depends_on_its_prompt_and_the_key_alone():
     """Alone, in any company, at any place, however far the batch is padded."""
-    model, params = make_model(TINY)
+    model, params = even()
     together = run(model, params, PROMPTS).tokens
     assert run(model, params, PROMPTS[::-1]).tokens == together[::-1]
     assert [run(model, params, [prompt]).tokens[0] for prompt in PROMPTS] == together
@@ -88,15 +94,15 @@ def test_a_row_depends_on_its_prompt_and_the_key_alone():
 
 
 def test_equal_prompts_draw_differently():
-    model, params = make_model(TINY)
+    model, params = even()
     rows = run(model, params, [[1, 2]] * 4, new=20).tokens
     assert len({tuple(row) for row in rows}) == 4
     assert min(len(set(row)) for row in rows) > 4  # of 11 that are about equally likely: each token has its own draw
-    assert run(model, params, [[1, 2], [5], [1, 2]], new=20).tokens[::2] == rows[:2]
+    assert run(model, params, [[1, 2], [5], [1, 2], [5]], new=20).tokens[::2] == rows[:2]
 
 
 def test_rows_end_before_a_stop_token_and_the_program_when_all_have():
-    model, params = make_model(TINY)
+    model, params = even()
     free = run(model, params, PROMPTS, new=50).tokens
     out = run(model, params, PROMPTS, new=50, stop_tokens=[3, 7]).tokens
     for row, before in zip(free, out, strict=True):
@@ -108,7 +114,7 @@ def test_rows_end_before_a_stop_token_and_the_program_when_all_have():
 
 
 def test_streaming_is_the_same_text_by_the_same_program():
-    model, params = make_model(TINY)
+    model, params = even()
     expected = run(model, params, PROMPTS, new=21, stop_tokens=[3]).tokens
     compiled = decode._cache_size()
     pieces = run_stream(model, params, PROMPTS, max_new_tokens=21, stop_tokens=[3], every=5)
@@ -117,23 +123,22 @@ def test_streaming_is_the_same_text_by_the_same_program():
     assert [[token for piece in pieces for token in piece[row]] for row in range(4)] == expected
 
 
-@pytest.mark.parametrize("position", [pytest.param("learned", marks=pytest.mark.slow), "rope"])
-def test_log_probabilities_are_the_models(position):
-    model, params = lively(position)
-    params = jax.tree.map(lambda x: x / 3.0, params)
-    out = run(model, params, PROMPTS[:2], new=C - 5, logprobs=True, sampling=Sampling(temperature=2.0, top_k=3))
-    for prompt, tokens, mine, ahead in zip(PROMPTS, out.tokens, out.logprobs, out.prompt_logprobs, strict=False):
+def test_log_probabilities_are_the_models():
+    model, params = even("rope")
+    prompts = [[3], [1, 2, 3, 4, 5], [7, 7], [1, 2]]
+    out = run(model, params, prompts, new=C - 5, logprobs=True, sampling=Sampling(temperature=2.0, top_k=3))
+    for prompt, tokens, mine, ahead in zip(prompts, out.tokens, out.logprobs, out.prompt_logprobs, strict=True):
         text = prompt + tokens
         all_TV = jax.nn.log_softmax(apply(model, params, jnp.array([text + [0] * (C - len(text))]))[0], axis=-1)
         expected = [float(all_TV[i, token]) for i, token in enumerate(text[1:])]
         assert np.isnan(ahead[0])
         np.testing.assert_allclose(ahead[1:] + mine, expected, rtol=1e-4, atol=1e-4)
-    assert run(model, params, PROMPTS[:2], new=2).logprobs is None
+    assert run(model, params, prompts, new=2).logprobs is None
 
 
 def test_the_repetition_penalty_knows_prompt_and_text():
     model, params = lively("learned")
-    prompts, new = [[token, 10 - token] for token in range(11)], C - 2
+    prompts, new = [[token, 10 - token] for token in range(4)], C - 2
     found = run(model, params, prompts, new=new, sampling=Sampling(greedy=True, repetition_penalty=3.0)).tokens
     for prompt, tokens in zip(prompts, found, strict=True):
         text = list(prompt)
@@ -150,7 +155,7 @@ def test_counted_penalties_know_the_text_and_not_the_prompt():
     """Also where a full window is read anew, past the last position."""
     model, params = lively("learned")
     penalties = dict(frequency_penalty=2.0, presence_penalty=0.5)
-    prompts, new = [[token, 10 - token] for token in range(11)], 2 * C
+    prompts, new = [[token, 10 - token] for token in range(4)], 2 * C
     biased = Sampling(greedy=True, logit_bias=((4, -100.0),), **penalties)
     found = run(model, params, prompts, new=new, sampling=biased).tokens
     for prompt, tokens in zip(prompts, found, strict=True):
@@ -186,25 +191,24 @@ def test_trained_parameters_are_laid_out_once_while_they_are_the_same():
 
 
 def test_padded_vocabulary_is_never_drawn():
-    model, params = make_model(TINY)
-    assert np.max(run(model, params, [[0]] * 8, new=50, vocab_size=4).tokens) == 3
+    assert np.max(run(*even(), [[0]] * 4, new=50, vocab_size=4).tokens) == 3
 
 
 def test_lengths_within_a_bucket_and_numbers_share_one_compilation():
-    """20 prompts of 1 to 200 tokens, other temperatures and limits: one program. So do parameters of a checkpoint."""
-    model, params = make_model(dataclasses.replace(TINY, block_size=256, n_layer=1, position="rope"))
-    decode.clear_cache()
-    for number, length in enumerate(np.linspace(1, 200, 20).astype(int)):
+    """Prompts of 1 to 120 tokens, other temperatures and limits: one program. So do parameters of a checkpoint."""
+    model, params = make_model(dataclasses.replace(TINY, block_size=128, n_layer=1, position="rope"))
+    compiled = decode._cache_size()
+    for number, length in enumerate((1, 63, 64, 120)):
         how = {"sampling": Sampling(temperature=0.5 + 0.01 * number, top_p=0.9), "stop_tokens": [5] * (number % 3)}
-        run(model, params, [[1] * length], new=3 + number, bucket=256, **how)
-    assert decode._cache_size() == 1
-    decode.clear_cache()
-    run_stream(model, jax.device_put(params, jax.devices()[0]), [[1]], max_new_tokens=9, every=2)  # committed
-    assert decode._cache_size() == 1
+        run(model, params, [[1] * length], new=3 + number, bucket=128, **how)
+    assert decode._cache_size() == compiled + 1
+    committed = jax.device_put(params, jax.devices()[0])
+    run_stream(model, committed, [[1]], max_new_tokens=9, bucket=128, every=2)
+    assert decode._cache_size() == compiled + 2  # another one for them, and no third for what it gives back
 
 
 def test_a_long_prompt_is_read_from_its_last_window_and_it_is_said():
-    model, params = make_model(TINY)
+    model, params = lively("learned")
     with pytest.warns(UserWarning, match=r"prompt 0 has 10 tokens, block_size=8: only its last 8 are read"):
         out = run(model, params, [list(range(10))], sampling=GREEDY).tokens
     assert out == run(model, params, [list(range(2, 10))], sampling=GREEDY).tokens
@@ -216,37 +220,22 @@ def test_a_long_prompt_is_read_from_its_last_window_and_it_is_said():
         ([], {}, "no prompts"),
         ([[1], []], {}, "prompt 1 is empty"),
         ([[11]], {}, "the model knows 0 to 10"),
-        ([[1]], {"new": 2.5}, "max_new_tokens=2.5: needs a whole number"),
         ([[1], np.array([1.0, 2.0])], {}, r"prompt 1 is array\(\[1., 2.\]\)"),
-        ([[10**5000]], {}, "prompt 0 is .*whole numbers from 0 to 10"),
-        ([[[1], [2, 3]]], {}, "prompt 0 is .*needs a list"),
-        ([[1]], {"stop_tokens": [2.5]}, "stop_tokens=2.5: needs a whole number"),
-        ([[1]], {"stop_tokens": [2**40]}, "stop_tokens=1099511627776: needs at most"),
-        ([[1]], {"bucket": 2.5}, "bucket=2.5"),
+        ([[1]], {"new": 2.5}, "max_new_tokens=2.5: needs a whole number"),
         ([[1]], {"cache_dtype": "int4"}, "cache_dtype='int4'"),
-        ([[1]], {"weights": "int4"}, "weights='int4'"),
-        *(([[1]], {"every": every}, f"every={every}: needs") for every in (0, True)),
     ],
 )
 def test_misuse_is_told(prompts, kwargs, said):
-    model, params = make_model(TINY)
     with pytest.raises(UserError, match=said):
-        if "weights" in kwargs:
-            for_decoding(model, params, **kwargs)
-        elif "every" in kwargs:
-            run_stream(model, params, prompts, max_new_tokens=3, **kwargs)
-        else:
-            run(model, params, prompts, **kwargs)
+        run(*even(), prompts, **kwargs)
 
 
 def test_options_of_decoding_are_a_value_of_any_kind_of_numbers():
     one = Decoding(max_new_tokens=np.int64(3), stop_tokens=np.array([1, 2]), sampling=Sampling(top_k=2))
     assert {one} == {Decoding(max_new_tokens=3, stop_tokens=[1, 2], sampling=Sampling(top_k=2))}
-    model, params = make_model(TINY)
     prompts = [[1, 2], [3, 4], [5, 6], [7, 8]]
-    plain = run(model, params, prompts)
-    assert run(model, params, np.array(prompts, np.uint16), new=np.int64(12), vocab_size=np.int32(11)) == plain
-    assert run(model, params, jnp.array(prompts), new=jnp.int32(12), bucket=np.int8(64)) == plain
+    plain = run(*even(), prompts)
+    assert run(*even(), np.array(prompts, np.uint16), new=np.int64(12), vocab_size=np.int32(11)) == plain
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.sample import Sampling
 from jaxgpt.sample.engine import Engine, Request, generate
 from jaxgpt.sample.grammar import compile_grammar
+from jaxgpt.sample.quantize import for_decoding
 from tests.conftest import TEXT
 from tests.helpers import TINY, make_model
 
@@ -50,8 +51,6 @@ SHORT = PERSON | {"properties": PERSON["properties"] | {"name": {"type": "string
 SHORT["properties"] |= {
     "ages": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3}
 }
-LARGE = [(name, 2**53 + 1) for name in ("const", "minimum", "exclusiveMinimum")]
-LARGE += [("minimum", 2**63), ("maximum", 2**54 + 3), ("maximum", -(2**64)), ("const", 2**70)]
 TOKENIZERS = {
     "byte": ByteTokenizer(),
     "char": CharTokenizer([*map(chr, range(32, 127)), "\n", "ñ"]),
@@ -75,18 +74,17 @@ def draw(rng, tokenizer, grammar, most, ends=()):
     return tokenizer.decode(ids) if constraint.is_complete or token in ends else None
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize(
-    "schema",
-    [PERSON, TREE, MAIL, {"type": "object"}, {"type": "number"}],
+    ("kind", "schema"),
+    [("byte", PERSON), ("bpe", TREE), ("bpe", MAIL), ("char", {"type": "object"}), ("byte", {"type": "number"})],
     ids=["person", "tree", "mail", "any", "1"],
 )
 def test_every_completion_is_what_the_schema_says(kind, schema):
     """Where it ends by itself, though each token is drawn evenly from those allowed."""
     tokenizer, rng = TOKENIZERS[kind], np.random.default_rng(0)
     grammar = compile_grammar(tokenizer, schema=schema)
-    texts = [draw(rng, tokenizer, grammar, 2000, ends=[tokenizer.vocab_size]) for _ in range(20)]
-    assert sum(text is not None for text in texts) >= 15
+    texts = [draw(rng, tokenizer, grammar, 2000, ends=[tokenizer.vocab_size]) for _ in range(8)]
+    assert sum(text is not None for text in texts) >= 5
     for text in filter(None, texts):
         value = json.loads(text)
         if schema is PERSON:
@@ -124,20 +122,13 @@ def test_the_models_own_end_is_allowed_where_the_text_may_end():
     ("how", "said"),
     [
         ({"schema": {"type": "objec"}}, "schema cannot be followed: Invalid type: objec"),
-        ({"schema": {"$ref": "#/a"}}, "schema cannot be followed: .*'/a' does not exist"),
-        ({"schema": {"type": "array", "minItems": 2, "maxItems": 1}}, "Unsatisfiable"),
         ({"schema": {"dependentSchemas": {}}}, "Unimplemented keys"),
         ({"schema": [1]}, r"schema=\[1\]: needs an object"),
         ({"schema": {"a": math.nan, "b": {1}}}, "schema=.* is not JSON"),
         ({"regex": "["}, "regex cannot be followed: .*unclosed"),
-        ({"regex": "(?=a)b"}, "regex cannot be followed"),
-        ({"regex": "(a?){500}a{500}"}, "regex cannot be followed"),
-        ({"schema": {"enum": [*map(str, range(9999))]}}, "schema has .*: needs at most 65,536"),
-        ({"choices": [*map(str, range(9000))]}, "choices has .* needs at most 65,536"),
         ({"regex": "a" * 2**16}, "regex has .* needs at most 65,536"),
-        ({"schema": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "branches of a oneOf overlap: write anyOf$"),
-        *(({"schema": {"items": {name: value}}}, f"has {name} .*: needs integers below 2") for name, value in LARGE),
-        ({"choices": []}, r"choices=\[\]: needs at least one"),
+        ({"schema": {"items": {"const": 2**53 + 1}}}, "has const .*: needs integers below 2"),
+        ({"schema": {"items": {"maximum": -(2**64)}}}, "has maximum .*: needs integers below 2"),
         ({"choices": ["a", ""]}, "none empty"),
         ({"regex": "a", "choices": ["a"]}, "regex and choices: needs one of them"),
     ],
@@ -149,7 +140,7 @@ def test_what_is_no_grammar_is_refused(how, said):
     assert len(str(e.value)) < 400 and "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("bound", [{"maximum": 2**63 - 1}, {"minimum": 0, "maximum": 2**64 - 1}, {"minimum": 2**53}])
+@pytest.mark.parametrize("bound", [{"maximum": 2**63 - 1}, {"minimum": 2**53}])
 def test_large_integers_that_are_kept_are_not_refused(bound):
     grammar = compile_grammar(ByteTokenizer(), schema={"type": "integer", "default": 2**53 + 1} | bound)
     constraint = grammar.start()
@@ -168,17 +159,17 @@ def test_a_tokenizer_must_be_able_to_write_it():
 
 @pytest.fixture(scope="module")
 def model():
-    return make_model(dataclasses.replace(TINY, vocab_size=256, block_size=128, position="rope"))
+    return make_model(dataclasses.replace(TINY, vocab_size=256, n_layer=1, block_size=128, position="rope"))
 
 
 def test_a_batch_follows_one_grammar_until_it_is_cut(model, monkeypatch):
-    grammar, prompts = compile_grammar(ByteTokenizer(), schema=SHORT), [[n, 65] for n in range(24)]
+    grammar, prompts = compile_grammar(ByteTokenizer(), schema=SHORT), [[n, 65] for n in range(6)]
     monkeypatch.setattr("llguidance.LLMatcher", None)  # it is compiled once, and not again for each prompt
-    found = generate(*model, prompts, key=jax.random.key(0), max_new_tokens=99, grammar=grammar, slots=8, logprobs=True)
+    found = generate(*model, prompts, key=jax.random.key(0), max_new_tokens=99, grammar=grammar, slots=3, logprobs=True)
     texts = [ByteTokenizer().decode(ids) for ids in found.tokens]
     assert all(json.loads(text)["kind"] in ("squire", "knight") for text in texts) and len(set(texts)) == len(texts)
     assert [len(row) for row in found.logprobs] == [len(row) for row in found.tokens]
-    cut = generate(*model, prompts, key=jax.random.key(0), max_new_tokens=20, grammar=grammar, slots=8)
+    cut = generate(*model, prompts, key=jax.random.key(0), max_new_tokens=20, grammar=grammar, slots=3)
     assert cut.tokens == [row[:20] for row in found.tokens]
 
 
@@ -187,7 +178,7 @@ def test_others_in_the_batch_are_not_touched(model):
     grammar, sampling = compile_grammar(ByteTokenizer(), regex="[ab]{20}"), Sampling(temperature=0.9, top_k=40)
 
     def run(requests):
-        engine, texts = Engine(*model, slots=3), {}
+        engine, texts = Engine(*for_decoding(*model), slots=3), {}
         for request in requests:
             texts[engine.submit(request)] = []
         engine.finish_reading()

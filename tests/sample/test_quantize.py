@@ -12,7 +12,7 @@ from tests.helpers import FLOAT32_REORDERED
 MATRIX_FD = jax.random.normal(jax.random.key(0), (29, 24))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 9, 17])
+@pytest.mark.parametrize("rows", [1, 9])
 @pytest.mark.parametrize(
     ("dtype", "error"), [("float32", 2e-5), ("bfloat16", 0.12), ("int8", 0.25)]
 )  # sums of 24 products of size 1: half a step of 2^-8, or of 2/127, in each factor
@@ -23,14 +23,14 @@ def test_a_product_for_decoding_is_the_product(rows, dtype, error):
     np.testing.assert_allclose(y_NF, x_ND @ MATRIX_FD.T, atol=error, rtol=error)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 8, 32, 33])
+@pytest.mark.parametrize("rows", [8, 33])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_a_row_has_the_same_bits_whatever_the_others_are_and_wherever_it_is(rows, dtype):
     matrix = DecodeMatrix.quantize(jax.random.normal(jax.random.key(0), (301, 192)), dtype)
     multiply = jax.jit(lambda x_ND: matrix.matmul(x_ND))
     x_ND = jax.random.normal(jax.random.key(1), (rows, 192))
     alone_NF = multiply(jnp.broadcast_to(x_ND[0], x_ND.shape))
-    for row in {0, rows // 2, rows - 1}:
+    for row in (0, rows - 1):
         np.testing.assert_array_equal(multiply(x_ND.at[row].set(x_ND[0]))[row], alone_NF[0])
 
 

@@ -11,9 +11,11 @@ from jaxgpt.sample.score import _logprobs, loglikelihood, pair_ids, score, score
 from tests.conftest import TEXT
 from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model
 
+ONE = dataclasses.replace(TINY, n_layer=1)
+
 
 def test_each_token_given_those_before_it_and_at_least_half_a_window():
-    model, params = make_model(TINY)
+    model, params = make_model(ONE)
     C = TINY.block_size
     texts = [np.random.default_rng(n).integers(0, 11, n).tolist() for n in (3, C, C + 1, C + 2, 5 * C + 3)]
     for text, got in zip(texts, score(model, params, texts), strict=True):
@@ -29,7 +31,7 @@ def test_each_token_given_those_before_it_and_at_least_half_a_window():
 
 
 def test_little_nothing_and_too_much():
-    model, params = make_model(dataclasses.replace(TINY, block_size=1))
+    model, params = make_model(dataclasses.replace(ONE, block_size=1))
     none, one, three = score(model, params, [[], [5], [5, 1, 2]])
     assert len(none) == 0 and np.isnan(one).all() and np.isfinite(three[1:]).all()
     with pytest.raises(UserError, match="text 0 has ids from 3 to 11"):
@@ -40,7 +42,7 @@ def test_little_nothing_and_too_much():
 
 def test_likelihoods_are_sums_of_what_the_model_says_of_each_token():
     """Of contexts that fit, that are cut to fit, and of a continuation longer than a context; in any batch."""
-    model, params = make_model(TINY)
+    model, params = make_model(ONE)
     C = TINY.block_size
     rng = np.random.default_rng(0)
     sizes = [(1, 1), (3, 2), (C, 1), (C - 3, 3), (C, 3), (5 * C, C), (2 * C, 2), (4, C + 3)]
@@ -75,11 +77,10 @@ def test_a_pair_is_its_text_cut_before_the_spaces():
             pair_ids(tokenizer, context, continuation)
 
 
-@pytest.mark.parametrize("length", [1, 2, 64, 65, 100])
-def test_the_scores_of_a_prompt_are_those_of_score_with_the_best_tokens_beside(length):
-    config = dataclasses.replace(TINY, block_size=100)
+def test_the_scores_of_a_prompt_are_those_of_score_with_the_best_tokens_beside():
+    config = dataclasses.replace(ONE, block_size=100)
     model, params = make_model(config)
-    ids = np.random.default_rng(length).integers(0, 11, length).tolist()
+    ids = np.random.default_rng(0).integers(0, 11, 100).tolist()
     found = score_prompt(model, params, ids, top=4, vocab_size=9)
     (expected,) = score(model, params, [ids])
     np.testing.assert_allclose(found.logprobs, expected, **FLOAT32_REORDERED)
@@ -88,4 +89,4 @@ def test_the_scores_of_a_prompt_are_those_of_score_with_the_best_tokens_beside(l
     best_TK = np.argsort(-logprobs_TV, axis=-1, kind="stable")[:, :4]
     assert found.top[0] == [] and [[i for i, _ in row] for row in found.top[1:]] == best_TK.tolist()
     expected_TK = np.take_along_axis(logprobs_TV, best_TK, axis=1)
-    np.testing.assert_allclose([[p for _, p in row] for row in found.top[1:]] or expected_TK, expected_TK, rtol=1e-5)
+    np.testing.assert_allclose([[p for _, p in row] for row in found.top[1:]], expected_TK, rtol=1e-5)
