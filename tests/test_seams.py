@@ -79,19 +79,17 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
-@pytest.mark.parametrize("how", [{"scan_layers": True, "remat": "dots"}])
-def test_a_piece_of_ones_own_is_scanned_and_recomputed_as_others_are(kind, how):
+def test_a_piece_of_ones_own_is_scanned_and_recomputed_as_others_are():
     """The same loss and gradients, of parameters that are its own; and what it initialises is trained."""
-    config = FOREIGN[kind]
+    config, how = FOREIGN["mlp"], {"scan_layers": True, "remat": "dots"}
     model, params = make_model(config)
-    assert ("up" in params["h_1"]["mlp"]) == (kind == "mlp") and ("q" in params["h_1"]["attn"]) == (kind == "mlp")
+    assert "up" in params["h_1"]["mlp"] and "q" in params["h_1"]["attn"]
     tokens = tokens_BT(config)
     batch = Batch(inputs_BT=tokens, targets_BT=jnp.roll(tokens, -1, axis=1))
     other = dataclasses.replace(config, **how).make_model()
 
     def stacked(params):
-        return stack_layers(params, config.n_layer) if other.config.scan_layers else params
+        return stack_layers(params, config.n_layer)
 
     def loss(params, model):
         return make_loss(model)(params, batch, None)[0]
@@ -104,17 +102,17 @@ def test_a_piece_of_ones_own_is_scanned_and_recomputed_as_others_are(kind, how):
     chex.assert_trees_all_equal_shapes(state.params, stacked(params))
 
 
-@pytest.mark.parametrize("kind", ["attention", "mlp"])
+@pytest.mark.parametrize("kind", ["attention", pytest.param("mlp", marks=pytest.mark.slow)])
 def test_a_class_that_claims_no_cache_is_sampled_by_computing_again(kind, caplog):
     """The engine then draws what the plain `generate` does, on which the whole forward pass is the judge."""
-    model, params = make_model(FOREIGN[kind])
+    model, params = make_model(dataclasses.replace(FOREIGN[kind], n_layer=1))
     found = plain_generate.generate(
         model, params, jnp.asarray([[1, 2, 3]]), jax.random.key(0), max_new_tokens=5, temperature=0.0
     )
-    for t in range(3, 8):
-        assert found[0, t] == apply(model, params, found[:, :t])[0, -1].argmax()
+    whole_1TV = apply(model, params, found)
+    assert found[0, 3:].tolist() == whole_1TV[0, 2:-1].argmax(axis=-1).tolist()
     greedy = jaxgpt.Sampling(greedy=True)
-    prompts = [[1, 2, 3], [4, 4, 10, 1, 1]]
+    prompts = [[1, 2, 3], [4, 4]]
     drawn = jaxgpt.generate(model, params, prompts, key=jax.random.key(0), max_new_tokens=5, sampling=greedy)
     assert drawn.tokens[0] == found[0, 3:].tolist()
     said = "DistanceConfig: each token computes its context again" in caplog.text
@@ -185,13 +183,10 @@ def test_what_is_sown_counts_in_training_alone():
     np.testing.assert_allclose(metrics["size"], count * sum(sizes), **FLOAT32_REORDERED)
     np.testing.assert_allclose(metrics["mean"], count * sum(means) / 2, **FLOAT32_REORDERED)
     stacked = dataclasses.replace(config, scan_layers=True).make_model()
-    head_loss = functools.partial(chunked_next_token_loss, chunk=4)
-    for other, weights, how in ((stacked, stack_layers(params, 2), None), (model, params, head_loss)):
-        found, _, more = jax.jit(lambda p, other=other, how=how: make_loss(other, head_loss=how)(p, batch, key))(
-            weights
-        )
-        np.testing.assert_allclose(found, nats, **FLOAT32_REORDERED)
-        chex.assert_trees_all_close(more, metrics, **FLOAT32_REORDERED)
+    loss = make_loss(stacked, head_loss=functools.partial(chunked_next_token_loss, chunk=4))
+    found, _, more = jax.jit(lambda p: loss(p, batch, key))(stack_layers(params, 2))
+    np.testing.assert_allclose(found, nats, **FLOAT32_REORDERED)
+    chex.assert_trees_all_close(more, metrics, **FLOAT32_REORDERED)
 
 
 def test_muon_takes_matrices_in_blocks_by_their_label():
@@ -232,12 +227,12 @@ def test_an_adapter_that_nothing_adds_is_refused():
 
 
 def test_the_plain_generate_is_the_engine_without_a_cache():
-    model, params = make_model(dataclasses.replace(TINY, block_size=16, position="rope"))
+    model, params = make_model(dataclasses.replace(TINY, n_layer=1, position="rope"))
     prompts, key = [[1, 2, 3], [4, 4, 10]], jax.random.key(0)
     sampling = jaxgpt.Sampling(greedy=True)
-    expected = jaxgpt.generate(model, params, prompts, key=key, max_new_tokens=12, sampling=sampling).tokens
-    found = plain_generate.generate(model, params, jnp.asarray(prompts), key, max_new_tokens=12, temperature=0.0)
+    expected = jaxgpt.generate(model, params, prompts, key=key, max_new_tokens=5, sampling=sampling).tokens
+    found = plain_generate.generate(model, params, jnp.asarray(prompts), key, max_new_tokens=5, temperature=0.0)
     assert found[:, 3:].tolist() == expected and found[:, :3].tolist() == prompts
-    top = plain_generate.generate(model, params, jnp.asarray(prompts), key, max_new_tokens=30, top_k=1)
-    np.testing.assert_array_equal(top[:, :15], found)
-    assert top.shape == (2, 33)  # past the context, too
+    top = plain_generate.generate(model, params, jnp.asarray(prompts), key, max_new_tokens=20, top_k=1)
+    np.testing.assert_array_equal(top[:, :8], found)
+    assert top.shape == (2, 23)  # past the context, too
