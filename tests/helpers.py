@@ -94,19 +94,11 @@ def tiny_experiment(text: Path, **train) -> Experiment:
     """Trains in a second or two."""
     return Experiment(
         name="tiny",
-        model=dataclasses.replace(TINY, vocab_size=None),
+        model=dataclasses.replace(TINY, vocab_size=None, n_layer=1),
         data=DataConfig(path=str(text)),
         optim=OptimConfig(warmup_steps=2),
         train=TrainConfig(
-            **{
-                "steps": 6,
-                "batch_size": 4,
-                "log_every": 1,
-                "eval_every": 3,
-                "checkpoint_every": 2,
-                "sample_tokens": 12,
-            }
-            | train
+            **dict(steps=6, batch_size=4, log_every=1, eval_every=3, checkpoint_every=2, sample_tokens=12) | train
         ),
     )
 

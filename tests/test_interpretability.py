@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxgpt.interventions import logit_lens, run
 from jaxgpt.sample.quantize import unstack_layers
@@ -89,6 +90,7 @@ def test_a_probe_finds_what_is_linear_and_scores_it_on_other_rows():
     assert abs(noise.accuracy - 0.5) < 0.1
 
 
+@pytest.mark.slow
 def test_the_study_of_a_run(tiny_run, tmp_path, capsys):
     run = tiny_run
     scores = study.main([str(run.directory), "--rows", "2", "--out", str(tmp_path / "heads.png")])

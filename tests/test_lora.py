@@ -40,12 +40,12 @@ def test_a_is_drawn_for_each_matrix_and_b_is_zero():
     assert abs(np.corrcoef(*(adapter["lora_a"].ravel() for adapter in adapters.values()))[0, 1]) < 0.05
 
 
-# Each family with one of the two ways to freeze; by default the first and the last.
+# Each family with one of the two ways to freeze; by default the last.
 @pytest.mark.parametrize(
     ("name", "frozen"),
     [
-        ("llama", "float32"),
-        *(pytest.param(name, "int8", marks=pytest.mark.slow) for name in ("gpt2", "gemma2", "olmo2", "neox", "2017")),
+        *(pytest.param(n, "float32", marks=pytest.mark.slow) for n in ("llama", "gemma2", "olmo2")),
+        *(pytest.param(n, "int8", marks=pytest.mark.slow) for n in ("gpt2", "neox", "2017")),
         ("scanned", "int8"),
     ],
 )
@@ -80,9 +80,9 @@ def test_a_layer_adds_an_adapter_as_if_it_were_merged(name, frozen):
 
 
 def small(rank, frozen="float32"):
-    """A trainer of two layers. rank: None trains all parameters."""
+    """A trainer of one layer. rank: None trains all parameters."""
     lora = LoraConfig() if rank is None else LoraConfig(rank=rank, frozen=frozen)
-    shape = dict(vocab_size=8, block_size=16, n_layer=2, n_head=4, n_embd=128, position="rope", bias=False)
+    shape = dict(vocab_size=8, block_size=16, n_layer=1, n_head=4, n_embd=128, position="rope", bias=False)
     train = TrainConfig(batch_size=1, init_from=None if rank is None else "x")
     return make_trainer(Experiment(name="memory", model=GPTConfig(**shape), train=train, lora=lora))
 
@@ -90,7 +90,7 @@ def small(rank, frozen="float32"):
 def test_adapters_need_no_gradient_of_the_matrices():
     """With few tokens nearly all of a step's temporaries are such gradients."""
     full, adapters = (small(rank).lower().compile().memory_analysis().temp_size_in_bytes for rank in (None, 4))
-    assert full > 2 * 12 * 128**2 * 4  # one gradient of all matrices
+    assert full > 12 * 128**2 * 4  # one gradient of all matrices
     assert adapters < 0.3 * full
 
 

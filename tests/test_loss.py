@@ -35,7 +35,7 @@ def test_masked_targets_do_not_count_whatever_they_are():
 CHUNKED = dict(rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("chunk", "tie"), [(2, False), ("fused", True)])
+@pytest.mark.parametrize(("chunk", "tie"), [(2, False), pytest.param("fused", True, marks=pytest.mark.slow)])
 def test_in_chunks_it_is_the_same_loss_and_the_same_gradient(chunk, tie):
     config = dataclasses.replace(TINY, n_layer=1, tie_embeddings=tie, logit_softcap=5.0)
     model, params = make_model(config)

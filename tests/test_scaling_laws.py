@@ -103,6 +103,7 @@ def scale(experiment, directory, machine, **options):
     )
 
 
+@pytest.mark.slow
 def test_a_ladder_predicts_its_test_run_and_is_not_trained_twice(experiment, tmp_path):
     machine, told = Machine(), []
     found = scale(experiment, tmp_path / "ladder", machine, say=told.append)

@@ -226,6 +226,7 @@ def test_an_adapter_that_nothing_adds_is_refused():
         make_trainer(experiment)
 
 
+@pytest.mark.slow
 def test_the_plain_generate_is_the_engine_without_a_cache():
     model, params = make_model(dataclasses.replace(TINY, n_layer=1, position="rope"))
     prompts, key = [[1, 2, 3], [4, 4, 10]], jax.random.key(0)

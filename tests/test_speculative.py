@@ -15,8 +15,7 @@ from jaxgpt.sample import Decoding, Sampling
 from jaxgpt.sample.engine import generate
 from jaxgpt.sample.filters import SamplingRows
 from jaxgpt.sample.programs import pad_stop_tokens
-from jaxgpt.training import fit
-from tests.helpers import TINY, apply, make_model, script, tiny_experiment
+from tests.helpers import TINY, apply, make_model, script
 
 page = script("speculative")
 
@@ -25,7 +24,7 @@ C = TINY.block_size
 
 @functools.cache
 def lively(position, seed=0, **kwargs):
-    model, params = make_model(dataclasses.replace(TINY, position=position, **kwargs), seed=seed)
+    model, params = make_model(dataclasses.replace(TINY, n_layer=1, position=position, **kwargs), seed=seed)
     return model, jax.tree.map(lambda x: 5.0 * x, params)
 
 
@@ -36,19 +35,18 @@ def run(big, small, prompt, new=4 * C, num_draft_tokens=3, every=8, **kwargs):
     return [token for piece in pieces for token in piece]
 
 
-@pytest.mark.parametrize("position", [pytest.param("learned", marks=pytest.mark.slow), "rope"])
-def test_greedy_text_is_the_same_far_past_the_context(position):
-    """With a penalty too, up to a stop token."""
-    # A draft with another kind of positions and a longer context, so that the two begin anew at other times.
-    big, small = lively(position), lively("learned", 3, n_layer=1, block_size=C + 3)
-    penalized = Sampling(greedy=True, repetition_penalty=1.5, presence_penalty=0.5, logit_bias=((2, -9.0),))
-    for prompt, sampling in (([3], penalized), ([1, 2, 3, 4, 5], Sampling(greedy=True)), ([4] * C, penalized)):
+def test_greedy_text_is_the_same_far_past_the_context():
+    """With a penalty too, up to a stop token; by a draft that begins anew at other times."""
+    big, small = lively("rope"), lively("learned", 3, block_size=C + 3)
+    sampling = Sampling(greedy=True, repetition_penalty=1.5, presence_penalty=0.5, logit_bias=((2, -9.0),))
+    for prompt in ([1, 2, 3, 4, 5], [4] * C):
         (expected,) = generate(*big, [prompt], key=jax.random.key(0), max_new_tokens=4 * C, sampling=sampling).tokens
         assert run(big, small, prompt, sampling=sampling) == expected
-        stopped = run(big, small, prompt, sampling=sampling, stop_tokens=expected[7:8])
-        assert stopped == expected[: expected.index(expected[7])]
+    stopped = run(big, small, prompt, sampling=sampling, stop_tokens=expected[7:8])
+    assert stopped == expected[: expected.index(expected[7])]
 
 
+@pytest.mark.slow
 def test_the_distribution_is_exact():
     """Chi-squared of five tokens of 10,000 texts against the model's own probabilities of all 243.
 
@@ -103,22 +101,10 @@ def test_the_distribution_is_exact():
     assert np.abs(difference).sum() > 0.3  # a draft that is wrong enough to be caught
 
 
-@pytest.mark.parametrize(
-    ("small", "how", "said"),
-    [
-        ({"vocab_size": 7}, {}, "the draft knows 7 tokens, the model writes 11"),
-        ({}, {"num_draft_tokens": 5}, "num_draft_tokens=5: needs 1 to 4"),
-        ({}, {"grammar": object()}, "speculative decoding follows no grammar"),
-    ],
-)
-def test_misuse_is_told(small, how, said):
-    with pytest.raises(UserError, match=said):
-        run(lively("rope"), lively("rope", **small), [1], **how)
-
-
-def test_the_page_writes_what_the_run_writes(text_file, tmp_path, capsys):
+@pytest.mark.slow
+def test_the_page_writes_what_the_run_writes(tiny_run, capsys):
     """Greedily; else equal prompts get different completions. The tokenizers must be the same."""
-    run = fit(tiny_experiment(text_file, steps=2), tmp_path / "run", progress=False)
+    run = tiny_run
     prompts, greedy = ["lance", "a", "lance"], {"max_new_tokens": 12, "greedy": True}
     assert page.sample(run, run, prompts, **greedy) == run.sample(prompts, **greedy)
     first, _, third = page.sample(run, run, prompts, max_new_tokens=12)

@@ -179,6 +179,7 @@ def test_a_wide_search_finds_the_best_of_all_targets(alpha):
     assert len({tuple(text) for text in found.tokens[0]}) == len(found.tokens[0])  # none twice
 
 
+@pytest.mark.slow
 def test_a_search_waits_for_a_longer_target_that_may_yet_win():
     """Tokens that follow each other by a table. After 0 the end is the likeliest, and 1 the next: then for ever 1."""
     sizes = dict(vocab_size=4, n_layer=1, n_encoder_layer=1, position="none", scale_embeddings=False, block_size=6)

@@ -60,7 +60,7 @@ def test_each_part_is_as_if_ablated_by_hand(by):
 
 # Patching -------------------------------------------------------------------------------------------------------------
 
-INTO, SOURCE = TOKENS[0], TOKENS[1]
+INTO, SOURCE = TOKENS[0, :6], TOKENS[1, :6]
 PATCHES = {  # each place, and each kind of block
     "attention": GPTConfig(**SIZE, norm_position="output", attention_softcap=9.0),
     "middle": CONFIGS["parallel"],

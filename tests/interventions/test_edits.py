@@ -112,6 +112,7 @@ def test_text_is_generated_under_an_intervention(name):
     assert np.abs(logprobs + token_losses(plain_BTV, tokens)[0, 4:]).max() > 0.01
 
 
+@pytest.mark.slow
 def test_each_of_many_sets_is_as_if_alone(model_params):
     model, params = model_params
     sets = [[zero("heads", 1, index=3)], [zero("mlp", 1, positions=[2])]]

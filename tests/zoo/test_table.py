@@ -3,6 +3,8 @@
 import dataclasses
 import re
 
+import pytest
+
 from jaxgpt.cli.experiment_file import load_variants
 from jaxgpt.parallel.limits import count_parameters
 from tests.conftest import REPOSITORY
@@ -10,6 +12,7 @@ from tests.conftest import REPOSITORY
 SHAKESPEARE = 65  # characters
 
 
+@pytest.mark.slow
 def test_every_page_has_a_row_with_its_parameters():
     table = (REPOSITORY / "docs" / "zoo.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)\.py` \|[^|]+\| ([\d,; ]+) \|", table, flags=re.MULTILINE)
