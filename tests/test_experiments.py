@@ -15,7 +15,7 @@ from jaxgpt.parallel.limits import count_parameters
 from jaxgpt.tools.study import check_comparable
 from jaxgpt.training import fit
 from tests.conftest import REPOSITORY
-from tests.helpers import run_command, script
+from tests.helpers import run_command
 
 # What lies beside the pages and is none: programs that measure, and may use any module.
 TOOLS = {
@@ -74,16 +74,6 @@ def test_a_benchmark_shrunken(name, tmp_path, text_file):
     assert json.loads((tmp_path / "found.json").read_text())
 
 
-def test_a_profile_shares_the_elapsed_time():
-    """Equal parts where events overlap, also two of one name; a gap belongs to a product that ended last."""
-    profile = script("benchmarks/step_profile")
-    events = [(0.0, 4.0, "a"), (1.0, 3.0, "b"), (2.0, 3.0, "b"), (6.0, 7.0, "dot"), (9.0, 10.0, "a")]
-    shares = profile.share_time(events)
-    assert shares == pytest.approx({"a": 1 + 1 / 2 + 1 / 3 + 1 + 1, "b": 1 / 2 + 2 / 3, "dot": 1})
-    assert sum(shares.values()) == pytest.approx(4 + 1 + 1)
-    assert profile.share_time(events, {"dot"}) == pytest.approx(shares | {"dot": 1 + 2})
-
-
 @pytest.mark.slow
 @every_experiment
 def test_two_shrunken_steps(name, text_file, tmp_path, request):
@@ -133,11 +123,3 @@ def test_a_studys_variants_can_be_compared(path):
     assert len(sizes) == 1 or path.name == "study_norm_position.py"  # post-norm has no last norm
     if path.name == "study_activation.py":
         assert sizes == {449_472}
-
-
-@pytest.mark.slow
-def test_running_the_file_is_training_it(text_file, tmp_path):
-    small = """--model.n-layer 1 --model.n-head 2 --model.n-embd 8 --model.block-size 8 --optim.warmup-steps 1
-        --train.steps 2 --train.batch-size 2 --train.sample-tokens 3 --run-dir here --data.path""".split()
-    done = run_command(str(REPOSITORY / "experiments/sancho_mini.py"), *small, str(text_file), cwd=tmp_path)
-    assert done.returncode == 0 and "next: jaxgpt sample here" in done.stdout, done.stderr

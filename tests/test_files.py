@@ -5,9 +5,8 @@ import os
 import pytest
 
 from jaxgpt.errors import UserError
-from jaxgpt.files import new_file, open_file, open_whole, write_whole
+from jaxgpt.files import new_file, open_whole, write_whole
 from jaxgpt.tools.html_page import Arrays, render_html
-from tests.conftest import REPOSITORY
 
 
 @pytest.mark.parametrize("mask, mode", [(0o022, 0o644), (0o077, 0o600)])
@@ -32,21 +31,6 @@ def test_what_is_written_is_there_whole_or_not_at_all(tmp_path):
         raise KeyboardInterrupt
     assert [p.name for p in tmp_path.iterdir()] == ["image.png"]
     assert (tmp_path / "image.png").read_bytes() == b"\x89PNG\r\n"
-
-
-@pytest.mark.parametrize("error", [OSError("I/O error (os error 5)\nmore"), OSError(5, "I/O error (os error 5)")])
-def test_an_error_of_a_file_has_a_reason_also_without_strerror(error, monkeypatch):
-    """Libraries raise an OSError of one argument."""
-
-    def fails(*arguments):
-        raise error
-
-    monkeypatch.setattr("os.replace", fails)
-    monkeypatch.setattr("os.open", fails)
-    with pytest.raises(UserError, match=r"cannot read x: I/O error \(os error 5\)$"):
-        open_file("x")
-    others = [p for p in (REPOSITORY / "jaxgpt").rglob("*.py") if ".strerror}" in p.read_text()]
-    assert not others  # each message has its reason from `reason_of`
 
 
 def test_only_our_own_pages_are_replaced_unasked(tmp_path):

@@ -28,7 +28,6 @@ NAMES = [
 LANGUAGES = ["en", "es"]
 DEADLINE = 240  # seconds of one lesson, which shall take less than half of it on an idle machine of two cores
 TEMPORARY = re.compile(re.escape(tempfile.gettempdir()) + r"/\w+/")  # what `tempfile.mkdtemp()` returns
-ABSOLUTE_PATH = re.compile(r"""(?:^|[\s'"(=:])/\w|\b[A-Z]:\\""", re.MULTILINE)
 
 every_lesson = pytest.mark.parametrize("name", NAMES)
 in_every_language = pytest.mark.parametrize("language", LANGUAGES)
@@ -62,12 +61,6 @@ def test_a_clean_notebook(language, name):
     assert (LESSONS / language / f"{name}.ipynb").read_bytes().endswith(b"}\n")
 
 
-def texts(output) -> list[str]:
-    """Every text of an output, without its images."""
-    data = output.get("data", {})
-    return [output.get("text", ""), *(str(v) for k, v in data.items() if not k.startswith("image/"))]
-
-
 @in_every_language
 @every_lesson
 def test_it_is_stored_with_its_outputs(language, name):
@@ -80,7 +73,6 @@ def test_it_is_stored_with_its_outputs(language, name):
         assert "print(" not in cell.source or any(o.output_type == "stream" for o in cell.outputs), cell.id
         for output in cell.outputs:
             assert output.output_type != "error" and output.get("name") != "stderr", (cell.id, output)
-            assert not any(ABSOLUTE_PATH.search(text) for text in texts(output)), (cell.id, output)
 
 
 @every_lesson

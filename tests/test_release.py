@@ -32,16 +32,6 @@ def test_one_version_and_date():
     assert citation["license"] == PROJECT["license"]
 
 
-def test_ci_runs_with_the_oldest_and_the_newest_python_of_the_classifiers():
-    stated = [c.rpartition(" ")[2] for c in PROJECT["classifiers"] if c.startswith("Programming Language :: Python ::")]
-    workflow = read(".github/workflows/ci.yml")
-    assert re.findall(r"^ +(3\.\d+)$", workflow, re.MULTILINE) == [stated[0], stated[-1]]
-    assert "- run: bash .ci/run\n" in workflow
-    assert re.findall(r"find_python.sh (3\.\d+)", read(".ci/run")) == [stated[-1], stated[0]]
-    assert f"ARG PYTHON={stated[-1]}\n" in read("Dockerfile")
-    assert PROJECT["requires-python"] == f">={stated[0]}"
-
-
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory):
     """The wheel, built from the source distribution, and the source distribution."""

@@ -26,62 +26,14 @@ from jaxgpt.optim import OptimConfig, make_optimizer
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.train import init_state
 from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model, stack_layers, tokens_BT
+from tests.own.pieces import DistanceConfig, ExpertConfig
 
-
-class Experts(nn.Module):
-    """A soft mixture of experts."""
-
-    n_expert: int
-    hidden: int
-
-    @nn.compact
-    def __call__(self, x_BTD, *, train=False):
-        D, init = x_BTD.shape[-1], nn.initializers.normal(0.3)
-        up_EDF = self.param("up", init, (self.n_expert, D, self.hidden))
-        down_EFD = self.param("down", init, (self.n_expert, self.hidden, D))
-        gates_BTE = jax.nn.softmax(nn.Dense(self.n_expert, name="router")(x_BTD))
-        h_BTEF = jax.nn.relu(jnp.einsum("BTD,EDF->BTEF", x_BTD, up_EDF))
-        return jnp.einsum("BTEF,EFD,BTE->BTD", h_BTEF, down_EFD, gates_BTE)
-
-
-class Distance(nn.Module):
-    """One head whose scores fall with the distance (ALiBi), by a slope of the layer."""
-
-    slope: float
-
-    @nn.compact
-    def __call__(self, x_BTD, positions_BT=None, *, segments_BT=None, train=False):
-        q_BTD, k_BTD, v_BTD = jnp.split(nn.Dense(3 * x_BTD.shape[-1], name="qkv")(x_BTD), 3, axis=-1)
-        T = jnp.arange(x_BTD.shape[1])
-        distance_TS = (T[:, None] - T[None]).astype(jnp.float32)
-        scores_BTS = jnp.einsum("BTD,BSD->BTS", q_BTD, k_BTD) - self.slope * distance_TS[None]
-        return jnp.einsum("BTS,BSD->BTD", jax.nn.softmax(jnp.where(distance_TS[None] < 0, -jnp.inf, scores_BTS)), v_BTD)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertConfig(GPTConfig):
-    has_cache = True
-    n_expert: int = 3
-
-    def make_mlp(self, layer, compute):
-        return Experts(n_expert=self.n_expert, hidden=self.shape.mlp_dim)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DistanceConfig(GPTConfig):
-    def make_attention(self, layer, compute):
-        return Distance(slope=0.5)
-
-
-FOREIGN = {
-    "mlp": ExpertConfig(**dataclasses.asdict(TINY)),
-    "attention": DistanceConfig(**dataclasses.asdict(TINY)),
-}
+EXPERTS = ExpertConfig(**dataclasses.asdict(TINY))
 
 
 def test_a_piece_of_ones_own_is_scanned_and_recomputed_as_others_are():
     """The same loss and gradients, of parameters that are its own; and what it initialises is trained."""
-    config, how = FOREIGN["mlp"], {"scan_layers": True, "remat": "dots"}
+    config, how = EXPERTS, {"scan_layers": True, "remat": "dots"}
     model, params = make_model(config)
     assert "up" in params["h_1"]["mlp"] and "q" in params["h_1"]["attn"]
     tokens = tokens_BT(config)
@@ -102,10 +54,9 @@ def test_a_piece_of_ones_own_is_scanned_and_recomputed_as_others_are():
     chex.assert_trees_all_equal_shapes(state.params, stacked(params))
 
 
-@pytest.mark.parametrize("kind", ["attention", pytest.param("mlp", marks=pytest.mark.slow)])
-def test_a_class_that_claims_no_cache_is_sampled_by_computing_again(kind, caplog):
+def test_a_class_that_claims_no_cache_is_sampled_by_computing_again(caplog):
     """The engine then draws what the plain `generate` does, on which the whole forward pass is the judge."""
-    model, params = make_model(dataclasses.replace(FOREIGN[kind], n_layer=1))
+    model, params = make_model(dataclasses.replace(DistanceConfig(**dataclasses.asdict(TINY)), n_layer=1))
     found = plain_generate.generate(
         model, params, jnp.asarray([[1, 2, 3]]), jax.random.key(0), max_new_tokens=5, temperature=0.0
     )
@@ -115,8 +66,7 @@ def test_a_class_that_claims_no_cache_is_sampled_by_computing_again(kind, caplog
     prompts = [[1, 2, 3], [4, 4]]
     drawn = jaxgpt.generate(model, params, prompts, key=jax.random.key(0), max_new_tokens=5, sampling=greedy)
     assert drawn.tokens[0] == found[0, 3:].tolist()
-    said = "DistanceConfig: each token computes its context again" in caplog.text
-    assert said == (kind == "attention")
+    assert "DistanceConfig: each token computes its context again" in caplog.text
 
 
 class Shift(nn.Module):
@@ -206,24 +156,13 @@ def test_muon_takes_matrices_in_blocks_by_their_label():
         by_adam = {name for name, end in ends.items() if any(moment.endswith(end) for moment in moments)}
         assert by_adam == {"wte", "ln_f"} | ({"up"} if kind is Labelled else set())
 
-    class Misspelt(GPTConfig):
-        def label_parameter(self, path, shape):
-            return "muon"
-
-    with pytest.raises(UserError, match="label_parameter says 'muon' of .*: needs one of matrix, table, vector"):
-        jax.eval_shape(OptimConfig().make_optimizer(10, model=Misspelt()).init, TINY.make_model().shapes())
-
 
 def test_an_adapter_that_nothing_adds_is_refused():
     """A linen Dense of the user's own has a kernel, but only jaxgpt's own multiplies by an adapter."""
-    model = ExpertConfig(**dataclasses.asdict(TINY), n_expert=4)
-    experiment = Experiment(
-        name="x", model=model, lora=LoraConfig(rank=1, targets=("router",)), train=TrainConfig(init_from="x")
-    )
-    with pytest.raises(
-        UserError, match="lora.targets has h_0/mlp/router: only jaxgpt.layers.linear.Dense adds adapters"
-    ):
-        make_trainer(experiment)
+    config = ShiftConfig(**dataclasses.asdict(TINY))
+    lora, train = LoraConfig(rank=1, targets=("Dense_0",)), TrainConfig(init_from="x")
+    with pytest.raises(UserError, match="lora.targets has h_0/mlp/Dense_0: only jaxgpt.layers.linear.Dense adds"):
+        make_trainer(Experiment(name="x", model=config, lora=lora, train=train))
 
 
 @pytest.mark.slow

@@ -23,7 +23,8 @@ PACKED = np.array([[*itertools.chain(*DOCUMENTS), 0, 0, 0, 0], [7] * T], np.int3
 SEGMENTS = np.array([[1] * 5 + [2] * 6 + [3] + [0] * 4, [1] * T], np.int32)
 
 # Every way to place a token, both kernels, a window and none, layers alike and not.
-KINDS = {name: ARCHITECTURES[name] for name in ("gemma 2",)} | {
+KINDS = {
+    "gemma 2": ARCHITECTURES["gemma 2"],
     "scanned, xla": dict(position="rope", scan_layers=True, remat="full", sliding_window=4, attention="xla"),
 }
 

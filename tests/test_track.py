@@ -1,9 +1,7 @@
 """Tracking: what reaches a service, once each, from a log that is written, cut off and written again."""
 
 import json
-import struct
 
-import numpy as np
 import pytest
 
 from jaxgpt.runs.metrics import read_metrics
@@ -79,19 +77,3 @@ def test_following_a_run_that_is_killed_and_resumed_sends_each_value_once(run, k
     write(path, {"step": 4, "val_loss": 2.0})
     assert track(run, "wandb") == 1 and kept.pop() is None
     assert sorted(filter(None, kept)) == sorted([*expected(run), (2, "val_loss", 3.0)])
-
-
-def test_tensorboard_gets_each_value_once_however_often_it_is_called(run):
-    pytest.importorskip("tensorboardX", reason="of the extra tensorboard")
-    from tensorboardX.proto.event_pb2 import Event
-
-    for _ in range(2):
-        assert track(run, "tensorboard") == len(expected(run))
-    (file,) = (run / "tensorboard").iterdir()
-    raw, at, found = file.read_bytes(), 0, []
-    while at < len(raw):  # the format of TFRecord
-        (size,) = struct.unpack_from("<Q", raw, at)
-        found.append(Event.FromString(raw[at + 12 : at + 12 + size]))
-        at += 12 + size + 4
-    scalars = [(e.step, v.tag, v.simple_value) for e in found for v in e.summary.value if v.WhichOneof("value")]
-    assert sorted(scalars) == [(step, name, np.float32(value)) for step, name, value in expected(run)]

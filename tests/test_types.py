@@ -28,8 +28,6 @@ page: str = jaxgpt.xray(run, "The")
 
 # Each line after the imports is one mistake.
 WRONG = """
-import jax
-import jaxgpt
 from jaxgpt import Run, GPT
 jaxgpt.GPTConfig(n_layers=2)
 def f(run: Run): jaxgpt.generate(run.model, run.params, [[1]], key=jax.random.key(0), max_new_token=4)
@@ -53,15 +51,8 @@ def check(source: str, tmp_path: Path) -> set[int]:
     return {error["line"] for error in json.loads(done.stdout)["errors"] if error["severity"] == "error"}
 
 
-def test_right_calls_have_no_errors(tmp_path):
-    assert check(RIGHT, tmp_path) == set()
-
-
-def test_each_wrong_call_is_an_error(tmp_path):
-    lines = WRONG.splitlines()
+def test_right_calls_have_no_errors_and_each_wrong_one_has_one(tmp_path):
+    lines = (RIGHT + WRONG).splitlines()
     first = next(number for number, line in enumerate(lines, 1) if "n_layers" in line)
-    assert check(WRONG, tmp_path) == set(range(first, len(lines) + 1))
-
-
-def test_the_package_says_that_it_is_typed():
+    assert check(RIGHT + WRONG, tmp_path) == set(range(first, len(lines) + 1))
     assert (REPOSITORY / "jaxgpt" / "py.typed").exists()

@@ -8,13 +8,12 @@ import re
 from types import UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxgpt.config.serialize import differences, from_dict
+from jaxgpt.config.serialize import from_dict
 from jaxgpt.config.validate import Interval, check_count
 from jaxgpt.data.dataset import DataConfig
 from jaxgpt.errors import UserError
@@ -28,20 +27,14 @@ from jaxgpt.optim import OptimConfig
     ("kind", "values", "said"),
     [
         (GPTConfig, dict(n_embd=770, n_head=12), "n_embd=770 is not divisible by n_head=12"),
-        (GPTConfig, dict(n_head=4, n_embd=12, position="rope"), "head size 3"),
         (GPTConfig, dict(n_layer=0), "n_layer=0: needs at least 1"),
-        (GPTConfig, dict(dropout=1.0), "dropout=1.0: needs at least 0 and less than 1"),
         (GPTConfig, dict(norm="batchnorm"), "norm='batchnorm': needs one of layernorm, rmsnorm"),
         (GPTConfig, dict(bias=1), "bias=1: needs true or false"),
         (GPTConfig, dict(n_embd=np.float64(72)), "n_embd=72.0: needs a whole number"),
-        (OptimConfig, dict(learning_rate=0.0), "learning_rate=0.0: needs more than 0"),
-        (OptimConfig, dict(learning_rate=np.float32("nan")), "learning_rate=nan: needs a finite number"),
         # float32 rounds it to 1, and the optimiser divides by 1 - beta
         (OptimConfig, dict(beta1=1 - 1e-8), "beta1=0.99999999: needs at least 0 and less than 0.999999"),
         (OptimConfig, dict(weight_decay=2e3), "weight_decay=2000.0 times learning_rate=0.001 is 2: needs at most 1"),
-        (OptimConfig, dict(name="muon", weight_decay=51.0), "times muon_learning_rate=0.02 is 1.02: needs at most 1"),
         (ParallelConfig, dict(data=-1, fsdp=-1), "data=-1, fsdp=-1, tensor=1: needs counts of devices, at most one"),
-        (TrainConfig, dict(seed=np.uint64(2**64 - 1)), "needs a number that fits in 64 bits"),
         (Experiment, dict(name="a/b"), "name='a/b'"),
     ],
 )
@@ -51,24 +44,7 @@ def test_a_wrong_value_is_told_with_what_it_is_and_what_it_must_be(kind, values,
     assert isinstance(caught.value, ValueError)
 
 
-def test_scalars_of_numpy_and_jax_become_pythons():
-    """So that a configuration made of them is the same, as JSON and as a key, as that of plain numbers."""
-    for plain, other in (
-        (GPTConfig(n_embd=72, bias=False), GPTConfig(n_embd=np.int64(72), bias=np.bool_(False))),
-        (GPTConfig(n_embd=72, mlp_dim=8), GPTConfig(n_embd=jnp.int32(72), mlp_dim=np.array(8))),
-        (OptimConfig(grad_clip=0.5), OptimConfig(grad_clip=jnp.float32(0.5))),
-    ):
-        assert plain == other and hash(plain) == hash(other) and differences(plain, other) == {}
-        assert json.dumps(dataclasses.asdict(plain)) == json.dumps(dataclasses.asdict(other))
-
-
-@pytest.mark.parametrize("value", [3, np.int64(3), np.array(3), jnp.int32(3)], ids=repr)
-def test_a_count_is_an_int_whatever_held_it(value):
-    found = check_count("n", value)
-    assert found == 3 and type(found) is int
-
-
-@pytest.mark.parametrize("value", [np.int32(-2), np.float32(2), True, np.array([2]), "2", 11, 10**4000])
+@pytest.mark.parametrize("value", [np.int32(-2), np.float32(2), True, "2", 11, 10**4000])
 def test_what_is_no_count_is_told(value):
     with pytest.raises(UserError, match="needs (a whole number|at least 1|at most 10|a number that fits in 64 bits)"):
         check_count("n", value, high=10)
@@ -152,21 +128,3 @@ def test_unknown_and_missing_fields_are_errors():
         from_dict(Experiment, {})
     with pytest.raises(UserError, match="needs an object"):
         from_dict(Experiment, {"name": "x", "model": 3})
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["name", "model", "train", "steps", "x"]), inner)
-    ),
-    max_leaves=8,
-)
-
-
-@settings(suppress_health_check=[HealthCheck.too_slow])  # other work on the machine
-@given(JSON)
-def test_any_json_gives_an_experiment_or_a_user_error(values):
-    try:
-        assert isinstance(from_dict(Experiment, values), Experiment)
-    except UserError as e:
-        assert str(e)

@@ -41,34 +41,23 @@ def header(*parts, version=3, tensors=0, fields=0):
     return b"GGUF" + struct.pack("<IQQ", version, tensors, fields) + b"".join(parts)
 
 
-U32, STRING, ARRAY = (struct.pack("<I", kind) for kind in (4, 8, 9))
+STRING, ARRAY = (struct.pack("<I", kind) for kind in (8, 9))
 LONG = struct.pack("<Q", 2**62)
 TENSOR = text(b"a") + struct.pack("<IQ", 1, 32)
 DAMAGED = [
     (b"", "is not a GGUF file"),
     (b"GGUF\x03\0", "is damaged within its header"),
     (header(version=1), "has version 1 of GGUF: jaxgpt reads 3, little-endian"),
-    (header(version=3 << 24), "jaxgpt reads 3, little-endian"),  # the other byte order
     (header(tensors=2**60), "is damaged within its header"),
-    *(
-        (header(text(b"a"), ARRAY, kind, LONG, fields=1), "is damaged within its header")
-        for kind in (U32, STRING, ARRAY)
-    ),
-    (header(text(b"a"), b"\xff\0\0\0", fields=1), "is damaged within its header (255)"),
+    (header(text(b"a"), ARRAY, STRING, LONG, fields=1), "is damaged within its header"),
     (header(text(b"\xff"), fields=1), "is damaged within its header"),  # not UTF-8
     (header(text(b"a"), b"\xff" * 4, tensors=1), "is damaged within its header"),  # 4294967295 dimensions
-    (header(text(b"a"), struct.pack("<I5QIQ", 5, *[1] * 5, 0, 0), b"\0" * 32, tensors=1), "before the end of a"),
     (
         header(TENSOR, struct.pack("<IQ", 12, 0), tensors=1),
         "a rows of [32] elements, which are no blocks of 256 of Q4_K",
     ),
-    (
-        header(TENSOR, struct.pack("<IQ", 24, 0), tensors=1),
-        "a has dtype I8 of ggml, which the gguf package does not",
-    ),
     (header(TENSOR, struct.pack("<IQ", 99, 0), tensors=1), "a has dtype 99 of ggml, which the gguf package does not"),
     (header(TENSOR, struct.pack("<IQ", 0, 2**63), tensors=1), "ends before the end of a"),
-    (header(text(b"a"), struct.pack("<IQQIQ", 2, 2**63, 2**63, 0, 0), tensors=1), "before the end of a"),
 ]
 
 
@@ -101,15 +90,10 @@ SQUARE = np.ones((32, 32), np.float32)
 def test_files_that_lie_are_refused(write):
     for fields, tensors, said in (
         ({"general.architecture": "bert"}, {}, "general.architecture='bert' is unknown: jaxgpt reads gpt2, llama"),
-        ({"tokenizer.ggml.model": "gpt2"}, {}, "tokenizer.ggml.tokens is missing"),
         ({"qwen2.rope.scaling.type": "yarn"}, {}, "rope.scaling.type='yarn': only none and linear"),
-        ({"qwen2.rope.dimension_count": 4}, {}, "rope.dimension_count=4: needs the head size"),
         ({"qwen2.expert_count": 8}, {}, "expert_count=8: mixtures of experts are not supported"),
         ({"qwen2.block_count": 512}, {}, "block_count=512, but there are 26 tensors"),
-        ({"qwen2.block_count": "1"}, {}, "n_layer='1': needs a whole number"),
-        ({"qwen2.attention.head_count": 0}, {}, "n_head=0: needs at least 1"),
         ({"qwen2.feed_forward_length": [32]}, {}, "mlp_dim=[32]: needs a whole number"),
-        ({}, {"token_embd.weight": SQUARE[0]}, "it has no token_embd.weight with two axes"),
         ({}, {"blk.0.ffn_up.weight": None}, "missing blk.0.ffn_up.weight"),
         ({}, {"blk.0.ffn_up.weight": SQUARE[:8]}, "ffn_up.weight is [8, 32], the configuration implies [40, 24]"),
         ({}, {"blk.0.ffn_gate_inp.weight": SQUARE}, "unknown blk.0.ffn_gate_inp.weight"),

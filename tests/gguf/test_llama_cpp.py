@@ -6,7 +6,6 @@ To run it: `python -m pip install llama-cpp-python` (compiled from its source di
 
 import contextlib
 import functools
-import random
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +19,9 @@ from jaxgpt.gguf.tokenizers import tokenizer_fields
 from jaxgpt.hf.families import FAMILIES as HF_FAMILIES
 from jaxgpt.hf.weights import shapes_of
 from jaxgpt.layers.mlp import ACTIVATIONS
-from jaxgpt.model import GPT, GPTConfig
+from jaxgpt.model import GPT
 from tests.conftest import TEXT
 from tests.gguf.test_families import MODELS
-from tests.helpers import make_model
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: nothing here judges GGUF files")
 pytestmark = pytest.mark.slow
@@ -123,29 +121,3 @@ def test_the_same_log_probabilities_and_greedy_text(name, tmp_path, monkeypatch)
     )
     # 2e-3 with the table: arguments that differ in the last bit may be rounded to different entries.
     assert error[-1] < (1e-3 if len(error) == 1 else 2e-3) and same == 1.0
-
-
-ALPHABET = "aA zZ09,.'’\"!?-\n\t\r  ñé ß 中文日本 🙂\u2581\u0301\xa0 \\x41 <|endoftext|> don't WE'LL 12345 \x00"
-
-
-def make_texts(kind):
-    """Return 200 texts: of the corpus, and for tokenizers that know every character of anything."""
-    rng = random.Random(0)
-    of_corpus = [TEXT[i : i + rng.randint(1, 60)] for i in rng.sample(range(len(TEXT) - 60), 100)]
-    letters = TEXT if kind == "char" else ALPHABET
-    return of_corpus + ["".join(rng.choices(letters, k=rng.randint(1, 40))) for _ in range(100)]
-
-
-@pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
-def test_texts_become_the_same_tokens(kind, tmp_path):
-    tokenizer = tokenizers()[kind]
-    config = GPTConfig(vocab_size=tokenizer.vocab_size, block_size=8, n_layer=1, n_head=1, n_embd=8, bias=True)
-    _, params = make_model(config)
-    fields, tensors = to_gguf(params, config, "gpt2")
-    fields |= tokenizer_fields(tokenizer, config.vocab_size, chat_template=None, ends=())
-    write_gguf(tmp_path / "m.gguf", fields, tensors)
-    with llama(tmp_path / "m.gguf", context=8) as model:
-        for text in make_texts(kind):
-            ids = tokenizer.encode(text).tolist()
-            assert model.tokenize(text.encode(), add_bos=False, special=False) == ids, repr(text)
-            assert model.detokenize(ids).decode() == text, repr(text)

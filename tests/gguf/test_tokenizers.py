@@ -12,7 +12,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, IdTokenizer, train_bpe
+from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, train_bpe
 from jaxgpt.errors import UserError
 from jaxgpt.gguf.tokenizers import read_chat_template, read_ends, read_tokenizer, tokenizer_fields
 from jaxgpt.hf.source import special_ids
@@ -241,20 +241,3 @@ def test_what_llama_cpp_does_not_have(trained):
         fields_of(change(spaced, model={"merges": merges}))
     with pytest.raises(UserError, match="do not fit into 3 rows"):
         fields_of(trained, 3)
-
-
-DAMAGED = {
-    "tokens is missing": {"tokenizer.ggml.tokens": None},
-    "pre='viking' is unknown, .* jaxgpt reads gpt-2, llama-bpe": {"tokenizer.ggml.pre": "viking"},
-    "merges is missing or damaged": {"tokenizer.ggml.merges": ["a b c"]},
-    "token_type is missing or damaged: it must be a list of": {"tokenizer.ggml.token_type": [1]},
-}
-
-
-def test_ids_are_read_and_damaged_fields_are_told(trained):
-    fields = fields_of(IdTokenizer(50)) | {"general.architecture": "gpt2", "gpt2.vocab_size": 50}
-    assert read_tokenizer(fields).to_json() == IdTokenizer(50).to_json()
-    for message, changed in DAMAGED.items():
-        with pytest.raises(UserError, match=message) as caught:
-            read_tokenizer(fields_of(trained) | changed)
-        assert "\n" not in str(caught.value)

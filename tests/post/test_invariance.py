@@ -1,20 +1,15 @@
-"""How a batch is laid out and computed changes nothing: order, packing, padding, accumulation, adapters, devices."""
+"""How a batch is laid out and computed changes nothing: order, packing, padding, accumulation."""
 
 import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxgpt.batch import Batch
-from jaxgpt.experiment import Experiment, ParallelConfig, TrainConfig
-from jaxgpt.lora import LoraConfig, init_adapters, join_adapters, merge_adapters, with_adapters
 from jaxgpt.model import GPTConfig
-from jaxgpt.optim import OptimConfig
-from jaxgpt.parallel.trainer import make_trainer
-from tests.helpers import check_command, import_pages, make_model
+from tests.helpers import import_pages, make_model
 
 distillation, dpo, grpo, preferences = import_pages("post", "distillation", "dpo", "grpo", "preferences")
 
@@ -110,44 +105,3 @@ def test_the_layout_of_a_batch_changes_nothing(name, change):
     for ours, expected in zip(found, learn(name), strict=True):
         assert_same(ours, expected)
     assert all(np.abs(x).max() > 0 for x in found[0].values())
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_adapters_count_as_if_they_were_merged(name):
-    config, loss = LoraConfig(rank=2), OBJECTIVES[name].make_loss(MODEL)
-    adapters = jax.tree.map(lambda x: x + 0.1, init_adapters(config, KEY, PARAMS))
-    joined, merged = join_adapters(config, adapters, PARAMS), merge_adapters(config, adapters, PARAMS)
-    (*ours, _), (*expected, _), (before, *_) = (
-        jax.jit(with_adapters(loss))(params, lay_out(PACKED, T), KEY) for params in (joined, merged, PARAMS)
-    )
-    np.testing.assert_allclose(ours, expected, rtol=SAME)
-    assert abs(before - ours[0]) > 1e-3
-
-
-def test_eight_devices_are_one(tmp_path):
-    run = "from tests.post.test_invariance import compare_devices; compare_devices()"
-    check_command("-c", run, cwd=tmp_path, deadline=300, JAX_NUM_CPU_DEVICES="8", JAX_PLATFORMS="cpu")
-
-
-def compare_devices() -> None:
-    """Two steps of the trainer, by one device, and by pmap over eight in two turns each."""
-    assert len(jax.devices()) == 8
-    batch, found = LAYOUTS["not packed"], []
-    for name in ("dpo", "grpo sequence", "distillation"):
-        for devices, strategy, micro in ((1, "single", None), (8, "pmap", 1)):
-            experiment = Experiment(
-                name="devices",
-                model=dataclasses.replace(CONFIG, block_size=T),
-                data=preferences.PreferencesConfig(),
-                objective=OBJECTIVES[name],
-                optim=OptimConfig(warmup_steps=1),
-                train=TrainConfig(steps=2, batch_size=PAIRS),
-                parallel=ParallelConfig(strategy=strategy, micro_batch_size=micro),
-            )
-            trainer = make_trainer(experiment, jax.devices()[:devices])
-            state = trainer.init_state(KEY, trainer.strategy.from_checkpoint(jax.tree.map(jnp.copy, PARAMS)))
-            for _ in range(2):
-                state, metrics = trainer.train_step(state, trainer.strategy.shard_batch(batch), KEY)
-            found.append({name: float(x) for name, x in metrics.items()})
-        expected, ours = found[-2:]
-        np.testing.assert_allclose(list(ours.values()), list(expected.values()), rtol=SAME, atol=SAME)

@@ -1,7 +1,6 @@
-"""experiments/post, from file to run: pairs, their reference, a teacher, and what is refused."""
+"""experiments/post, from file to run: pairs, their reference, and a teacher."""
 
 import dataclasses
-import json
 import math
 
 import jax
@@ -10,8 +9,6 @@ import numpy as np
 import pytest
 
 from jaxgpt.batch import Batch
-from jaxgpt.errors import UserError
-from jaxgpt.loss import make_loss
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from jaxgpt.training import fit
 from tests.helpers import TINY, import_pages, make_model, replace_fields
@@ -23,8 +20,6 @@ ROWS = jax.random.randint(jax.random.key(0), (3, 9), 0, TINY.vocab_size)
 MASK = jnp.ones((3, 8), bool).at[1, 3:].set(False)
 BATCH = Batch(ROWS[:, :-1], jnp.where(MASK, ROWS[:, 1:], -1), MASK)
 KEY = jax.random.key(1)
-EQUAL = dict(rtol=1e-3, atol=2e-4)  # gradients of 0.5 cross-entropy and 0.5 of what is 0 but for rounding
-OBJECTIVES = (dpo.DPOConfig(), grpo.GRPOConfig(), distillation.DistillationConfig())
 
 
 def run(loss, params, key=KEY):
@@ -57,40 +52,6 @@ def test_distillation_mixes_cross_entropy_and_divergence(teacher):
     mask = np.asarray(MASK)
     assert metrics["kl"] == pytest.approx(kl[mask].sum(), rel=1e-4)
     assert nats == pytest.approx((0.75 * ce + 0.25 * 9.0 * kl)[mask].sum(), rel=1e-5) and count == mask.sum()
-
-
-def test_a_student_equal_to_its_teacher_has_nothing_to_learn_from_it(teacher):
-    plain = make_loss(teacher.model)
-    for more in ({}, {"direction": "reverse"}, {"top_k": 3}):
-        mixed = distillation.DistillationConfig(teacher=str(teacher.directory), **more).make_loss(teacher.model)
-        ours, cores = (
-            jax.jit(jax.grad(lambda p, loss=loss: loss(p, BATCH, KEY)[0]))(teacher.params) for loss in (mixed, plain)
-        )
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y / 2, **EQUAL), ours, cores)
-
-
-@pytest.mark.parametrize(
-    ("fields", "more", "said"),
-    [
-        ({"vocab_size": 7}, {}, r"has \d+ tokens .* student 7 and 8"),
-        ({"block_size": 16}, {}, "a context of 8, .* and 16"),
-        ({}, {"top_k": 10**4}, "top_k=10000: needs less than"),
-    ],
-)
-def test_a_teacher_that_does_not_fit_is_refused(teacher, fields, more, said):
-    module = dataclasses.replace(teacher.model.config, **fields).make_model()
-    with pytest.raises(UserError, match=said):
-        distillation.DistillationConfig(teacher=str(teacher.directory), **more).make_loss(module)
-
-
-# What all have in common
-
-
-def test_validation_of_other_text_has_the_plain_loss(teacher):
-    module, params = make_model(dataclasses.replace(teacher.model.config), seed=5)
-    plain = run(make_loss(module), params, key=None)
-    for objective in (*OBJECTIVES[:2], distillation.DistillationConfig(teacher=str(teacher.directory))):
-        assert run(objective.make_loss(module), params, key=None) == plain
 
 
 # Pairs
@@ -137,35 +98,4 @@ def test_only_the_answers_own_tokens_count_and_the_reference_is_the_models(answe
     np.testing.assert_allclose(extras["reference_logprobs_BT"][kept], found_T[kept], atol=1e-5)
 
 
-def test_a_pair_of_texts_ends_with_no_template(answering):
-    tokenizer = answering.tokenizer
-    pair = {"prompt": "1 + 1?", "chosen": "2.", "rejected": "12."}
-    ids, is_answer, *_ = preferences.encode_pair(pair, "here", tokenizer, answering.prompt_format.template, 128)
-    assert tokenizer.decode(ids) == "1 + 1?2." and tokenizer.decode(ids[is_answer]) == "2."
-
-
-SAID = [{"role": "user", "content": "1 + 1?"}]
 YES, NO = ([{"role": "assistant", "content": text}] for text in ("2.", "It is 12."))
-GOOD = {"prompt": SAID, "chosen": YES, "rejected": NO}
-
-
-@pytest.mark.parametrize(
-    ("second", "said"),
-    [
-        (GOOD | {"rejected": YES}, "pairs.jsonl:2: chosen and rejected are equal"),
-        ({"prompt": SAID, "chosen": YES}, "pairs.jsonl:2: got no rejected, needs an object with"),
-        (GOOD | {"chosen": [{"role": "assistant", "content": "2" * 120}]}, None),
-    ],
-)
-def test_a_line_that_is_no_pair_is_named(answering, tmp_path, second, said):
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("\n".join(map(json.dumps, [GOOD, second, GOOD])))
-    data = dataclasses.replace(
-        dpo.experiment.data, path=str(path), tokenizer=str(answering.directory / "tokenizer.json"), val_fraction=0.4
-    )
-    if said is None:
-        note = data.open_dataset(answering.model.config).notes[-1]
-        assert note.startswith("1 pairs need more than block_size=128 and are left out; ")
-        return
-    with pytest.raises(UserError, match=said):
-        data.open_dataset(answering.model.config)

@@ -1,20 +1,13 @@
 """experiments/zoo/alibi.py: the bias as it is defined, causality, cached decoding, options."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.layers.block import Compute
-from tests.helpers import FLOAT32_REORDERED, TINY, import_pages
+from tests.helpers import import_pages
 
 (alibi,) = import_pages("zoo", "alibi")
-
-CONFIG = alibi.ALiBiConfig(
-    **dataclasses.asdict(TINY) | dict(position="none", n_embd=24, n_head=4, n_kv_head=2, qk_norm=True, block_size=16)
-)
 
 
 @pytest.mark.parametrize("n_head", [2, 8, 16])
@@ -39,18 +32,3 @@ def test_scores_have_the_bias():
     # Up to what all keys of a query share, which softmax ignores.
     difference_NTS = scores_NTS - expected_NTS
     np.testing.assert_allclose(difference_NTS, np.broadcast_to(difference_NTS[:, :, :1], (4, 6, 6)), atol=1e-4)
-
-
-def test_weights_are_those_of_the_output():
-    """What looks at attention patterns sees the bias too."""
-    module = CONFIG.make_attention(0, Compute())
-    x_BTD = jax.random.normal(jax.random.key(0), (2, 5, 24))
-    params = module.init(jax.random.key(1), x_BTD)["params"]
-
-    def both(module):
-        q, k, v = module.project(x_BTD, None)
-        return module.attend(q, k, v), module.weights(q, k), v
-
-    out_BTNH, weights_BTNS, v_BSKH = module.apply({"params": params}, method=both)
-    expected = jnp.einsum("BTNS,BSNH->BTNH", weights_BTNS, jnp.repeat(v_BSKH, 2, axis=2))
-    np.testing.assert_allclose(out_BTNH, expected, **FLOAT32_REORDERED)

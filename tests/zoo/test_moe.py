@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.errors import UserError
 from jaxgpt.layers.block import Compute
 from tests.helpers import FLOAT32_REORDERED, TINY, import_pages
 
@@ -83,38 +82,3 @@ def test_gradients_of_the_grouped_products(grouped):
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **FLOAT32_REORDERED), found, expected)
     assert not found[1][2]["c_fc"][2].any()
-
-
-def test_the_balance_loss_balances():
-    """Descent on it alone, from a router that prefers one expert."""
-    x_UD = jax.random.normal(jax.random.key(0), (256, 8)).at[:, 0].set(1.0)
-    kernel_DE = 0.5 * jax.random.normal(jax.random.key(1), (8, 4)).at[0, 0].add(4.0)
-
-    def loss(kernel_DE):
-        scores_UE = jax.nn.softmax(x_UD @ kernel_DE)
-        share_E = jax.nn.one_hot(jax.lax.top_k(scores_UE, 1)[1], 4).mean(axis=(0, 1))
-        return moe.balance_loss(scores_UE, share_E), share_E
-
-    step = jax.jit(lambda k: k - 0.5 * jax.grad(lambda k: loss(k)[0])(k))
-    (first, share_E), after = loss(kernel_DE), kernel_DE
-    for _ in range(200):
-        after = step(after)
-    assert share_E.max() > 0.6 and first > 1.5
-    assert loss(after)[1].max() < 0.35 and loss(after)[0] < 1.05
-
-
-def test_layers_and_options():
-    config = dataclasses.replace(CONFIG, n_dense=1)
-    shapes = config.make_model().shapes()
-    assert "router" in shapes["h_1"]["mlp"] and "router" not in shapes["h_0"]["mlp"]
-    assert shapes["h_1"]["mlp"]["c_fc"].shape == (5, 8, 12)
-    with pytest.raises(UserError, match="top_k=6 exceeds n_expert=5"):
-        dataclasses.replace(CONFIG, top_k=6)
-    with pytest.raises(UserError, match="n_dense=1"):
-        dataclasses.replace(config, scan_layers=True)
-
-
-def test_the_variants_compute_alike():
-    """A token uses as many hidden units as in the baseline."""
-    shapes = dataclasses.replace(moe.experiment.model, vocab_size=65).make_model().shapes()
-    assert shapes["h_0"]["mlp"]["c_fc"].shape == (8, 64, 128)

@@ -6,14 +6,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxgpt.batch import Batch
-from jaxgpt.errors import UserError
-from jaxgpt.loss import ObjectiveConfig, chunked_next_token_loss
+from jaxgpt.loss import chunked_next_token_loss
 from jaxgpt.model import GPTConfig
-from jaxgpt.optim import label_parameters
-from jaxgpt.sample.programs import allocate_cache
 from tests.helpers import FLOAT32_REORDERED, TINY, import_pages, make_model
 
 (page,) = import_pages("zoo", "multi_token_prediction")
@@ -29,18 +25,9 @@ BATCH = Batch(
 )
 
 
-def test_a_later_target_counts_if_it_is_in_the_row_and_in_the_document():
-    targets_BT, mask_BT = page.later_targets(BATCH, 2)
-    np.testing.assert_array_equal(targets_BT[:, :-2], TOKENS[:, 3:])
-    expected = [[True, True, True, False, False, True, False, False], [True] * 6 + [False] * 2]
-    np.testing.assert_array_equal(mask_BT, expected)
-    assert page.later_targets(Batch(BATCH.inputs_BT, BATCH.targets_BT), 1)[1].tolist() == [[True] * 7 + [False]] * 2
-
-
-@pytest.mark.parametrize("chunk", [None, 4])
-def test_the_loss_is_the_next_token_s_plus_those_of_the_heads(chunk):
+def test_the_loss_is_the_next_token_s_plus_those_of_the_heads():
     model, params = make_model(CONFIG)
-    head_loss = None if chunk is None else functools.partial(chunked_next_token_loss, chunk=chunk)
+    head_loss = functools.partial(chunked_next_token_loss, chunk=4)
     loss = jax.jit(page.FutureObjective(weight=0.5).make_loss(model, head_loss=head_loss))
     nats, count, metrics = loss(params, BATCH, jax.random.key(0))
 
@@ -61,21 +48,3 @@ def test_the_loss_is_the_next_token_s_plus_those_of_the_heads(chunk):
         np.testing.assert_allclose(metrics[f"future_{head + 2}"] / count, later, **FLOAT32_REORDERED)
         expected += 0.5 * later
     np.testing.assert_allclose(nats / count, expected, **FLOAT32_REORDERED)
-
-
-def test_validation_is_the_plain_loss_and_sampling_is_cached_without_the_heads():
-    model, params = make_model(CONFIG)
-    nats, count, metrics = page.FutureObjective().make_loss(model)(params, BATCH, None)
-    trunk = {name: value for name, value in params.items() if not name.startswith("h_future")}
-    plain = ObjectiveConfig().make_loss(PLAIN.make_model())(trunk, BATCH, None)
-    np.testing.assert_allclose(nats, plain[0], **FLOAT32_REORDERED)
-    assert count == plain[1] and not metrics
-    assert len(jax.tree.leaves(allocate_cache(model, params, 1, 8, None))) == 2  # keys and values of the one block
-
-
-def test_muon_takes_the_heads_matrices_and_other_models_are_refused():
-    _, params = make_model(CONFIG)
-    labels = label_parameters(params, CONFIG.label_parameter)
-    assert labels["h_future_1"]["mlp"]["c_fc"]["kernel"] == "matrix"
-    with pytest.raises(UserError, match="FutureConfig"):
-        page.FutureObjective().make_loss(PLAIN.make_model())

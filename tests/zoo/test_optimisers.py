@@ -4,23 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 from jaxgpt.model import GPTConfig
-from jaxgpt.optim import OptimConfig, by_rank, make_optimizer
 from tests.helpers import import_pages
 
-cautious, ema_tail, line_search, lion, normuon, polar, schedule_free, spikes, soap = import_pages(
-    "zoo",
-    "cautious_weight_decay",
-    "ema_tail",
-    "line_search",
-    "lion",
-    "normuon",
-    "polar_express",
-    "schedule_free",
-    "skip_spikes",
-    "soap",
+lion, normuon, schedule_free, spikes, soap = import_pages(
+    "zoo", "lion", "normuon", "schedule_free", "skip_spikes", "soap"
 )
 
 MODEL = GPTConfig()
@@ -106,36 +95,6 @@ def test_schedule_free_is_algorithm_1():
             np.testing.assert_allclose(evaluated[step][path], x, **CLOSE)
 
 
-@pytest.mark.parametrize(("decay", "updates"), [(True, False), (False, True), (True, True), (False, False)])
-def test_cautious_decay_and_updates(decay, updates):
-    config = cautious.CautiousConfig(
-        **PLAIN, weight_decay=0.5, beta1=0.9, beta2=0.99, cautious_decay=decay, cautious_updates=updates
-    )
-    found, _ = take_steps(config)
-    for path, x in draw(0).items():
-        optimizer = adam(0.9, 0.99)
-        for step, after in enumerate(found):
-            g = draw(step + 1)[path]
-            u = optimizer(g, step)
-            if updates:
-                u = u * (u * g > 0) / np.maximum(np.mean(u * g > 0), 1e-3)
-            u = u + DECAYED[path] * (np.where(u * x >= 0, x, 0.0) if decay else x)
-            x = x - 0.01 * u
-            np.testing.assert_allclose(after[path], x, **CLOSE)
-
-
-def test_the_average_begins_at_the_tail():
-    config = ema_tail.TailAverageConfig(**PLAIN, ema_decay=0.75, ema_start=0.4)
-    plain, _ = take_steps(OptimConfig(**PLAIN), steps=5)
-    found, evaluated = take_steps(config, steps=5)
-    for path in SHAPES:
-        average = plain[1][path]
-        for step in range(5):
-            np.testing.assert_array_equal(found[step][path], plain[step][path])
-            average = plain[step][path] if step < 2 else 0.75 * average + 0.25 * plain[step][path]
-            np.testing.assert_allclose(evaluated[step][path], average, **CLOSE)
-
-
 def test_spikes_are_judged_by_the_median_of_the_steps_taken():
     """Against the same in NumPy, over more norms than are remembered. Of the steps that are not taken nothing stays."""
     add_one = optax.stateless(lambda updates, _: jax.tree.map(jnp.ones_like, updates))
@@ -151,16 +110,6 @@ def test_spikes_are_judged_by_the_median_of_the_steps_taken():
         assert (bool(state.is_spike), float(step)) == (is_spike, 0.0 if is_spike else len(taken))
     assert len(norms) - len(taken) > 30 and taken.count(1e6) == 1
     assert spikes.SkipSpikesConfig().metrics({}, {}, state) == {"spike": float(is_spike)}
-
-
-def test_a_step_is_halved_until_the_loss_of_its_batch_falls():
-    """From 0.1 down a parabola: steps of 1, 1/2 and 1/4 end higher up on its other side."""
-    optimizer = line_search.search_line(10, 1.0)
-    state = optimizer.init(jnp.zeros(()))
-    value_and_grad = jax.value_and_grad(lambda x: 50.0 * x**2)
-    step, state = optimizer.update(jnp.float32(-1.0), state, jnp.float32(0.1), value_and_grad=value_and_grad)
-    assert float(step) == -0.125
-    assert line_search.LineSearchConfig().metrics({}, {}, (None, state)) == {"length": 0.125}
 
 
 def orthogonalize(x, coefficients):
@@ -196,41 +145,6 @@ def test_normuon_is_algorithm_1_with_columns_as_neurons():
         o = divided * np.linalg.norm(o) / np.linalg.norm(divided)
         x = x - 0.02 * (np.sqrt(6 / 3) * o + 0.5 * x)
         np.testing.assert_allclose(after[MATRIX], x, **CLOSE)
-
-
-def test_without_its_own_direction_muon_like_is_muon():
-    """Newton-Schulz's polynomial in the page's place, so that all that differs between the pages and Muon is theirs."""
-    config = OptimConfig(**PLAIN, name="muon", weight_decay=0.5, beta2=0.9)
-    direction = optax.contrib.scale_by_muon(weight_dimension_numbers=normuon.matrices.dimension_numbers)
-    ours = normuon.matrices.muon_like(config, direction, 3, MODEL)
-    theirs = make_optimizer(config, 3, label_parameter=by_rank)
-    params = jax.tree.map(jnp.asarray, tree(draw(0, WIDE)))
-    states = [optimizer.init(params) for optimizer in (ours, theirs)]
-    for step in range(3):
-        grads = jax.tree.map(jnp.asarray, tree(draw(step + 1, WIDE)))
-        (first, states[0]), (second, states[1]) = (
-            ours.update(grads, states[0], params),
-            theirs.update(grads, states[1], params),
-        )
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), first, second)
-
-
-# Algorithm 1 of arXiv:2505.16932, before the division by the safety factor.
-PAPER = [
-    (8.28721201814563, -23.595886519098837, 17.300387312530933),
-    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
-    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
-    (1.875, -1.25, 0.375),
-]
-
-
-def test_polar_express_has_the_coefficients_of_the_paper():
-    safe = np.array(PAPER) / np.vstack([1.01 ** np.array([[1, 3, 5]])] * 7 + [np.ones((1, 3))])
-    np.testing.assert_allclose(polar.polar_express(8, 1e-3), safe, rtol=1e-6)
 
 
 def test_soap_is_algorithm_3():
