@@ -170,5 +170,5 @@ def test_sizes_have_heads_of_one_size_and_whole_dimensions(experiment):
     grouped = dataclasses.replace(experiment, model=model)
     assert tool.smallest_n_head(grouped) == 4
     wider = make_size(grouped, 12, 11).experiment.model
-    assert (wider.n_embd, wider.n_kv_head, wider.mlp_dim, wider.n_layer) == (48, 3, 72, 2)
+    assert (wider.n_embd, wider.n_kv_head, wider.mlp_dim, wider.n_layer) == (48, 3, 72, 1)
     assert wider.mup_base_width == 32 and wider.width_ratio == 32 / 48, "one learning rate for all widths"

@@ -12,7 +12,7 @@ from jaxgpt.config.serialize import from_dict
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import sha256
 from tests.conftest import REPOSITORY, TEXT
-from tests.helpers import check_command, replace_fields, script, tiny_experiment
+from tests.helpers import check_command, import_pages, replace_fields, script, tiny_experiment
 from tests.test_experiments import list_experiments
 
 
@@ -57,7 +57,7 @@ def test_baselines_of_noise(tmp_path):
 
 @pytest.mark.slow
 def test_induction_heads(monkeypatch):
-    study = script("induction_heads")
+    (study,) = import_pages("", "induction_heads")
     monkeypatch.setattr(study, "MODELS", {"small": (2, False)})
     found = study.main(["--seeds", "2", "--steps", "2"])
     assert found["small"].shape == (2, 4, 2) and (found["small"] > 3).all()
