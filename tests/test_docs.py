@@ -105,15 +105,6 @@ def test_the_python_runs(page, directory):
         assert done.returncode == 0, (code, done.stderr)
 
 
-def test_the_tree_is_the_tree():
-    """The README names every folder and no file that does not exist."""
-    (inside,) = [block.split("experiments/")[0] for block in blocks(README, "text") if block.startswith("jaxgpt/")]
-    named = set(re.findall(r"^  ([\w.]+)/? ", inside, flags=re.MULTILINE))
-    package = REPOSITORY / "jaxgpt"
-    folders = {p.name for p in package.iterdir() if p.is_dir() and not p.name.startswith("_")}
-    assert folders <= named and all((package / name).exists() for name in named)
-
-
 # What the API reference lists, with its kind: ("class", "jaxgpt.layers.Block") and so on.
 LISTED = re.findall(
     r"^\.\. auto(class|function|data|exception):: (\S+)",

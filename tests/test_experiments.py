@@ -94,20 +94,6 @@ def test_two_shrunken_steps(name, text_file, tmp_path, request):
     assert run.step == 2 and run.val_loss is not None
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_a_page_of_a_notebook(path):
-    """25 to 70 lines, docstring first, importing jaxgpt alone, ending in one call."""
-    text = path.read_text()
-    tree = ast.parse(text)
-    assert 25 <= len(text.splitlines()) <= 70
-    assert "Command" in (ast.get_docstring(tree) or "")
-    assert any(isinstance(n, ast.Assign) and n.targets[0].id == "experiment" for n in tree.body)
-    imported = {alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
-    imported |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert imported <= {"jaxgpt", "jaxgpt.presets", "dataclasses"}
-    assert not [n for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)]
-
-
 STUDIES = [path for path in FILES if path.name.startswith("study_")]
 
 

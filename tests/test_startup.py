@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 
 import jax
 import pytest
@@ -39,18 +38,6 @@ def test_the_loop_imports_what_it_needs_for_the_first_step(tmp_path):
     packages = imported("import jaxgpt.training", tmp_path)
     assert {*HEAVY}.intersection(packages) == {"jax", "flax", "optax", "numpy", "rich"}
     assert packages.count("jaxgpt") <= 50
-
-
-@pytest.mark.parametrize("devices", [["accel0"], ["vfio/vfio"]])
-def test_a_tpu_keeps_its_own_settings(devices, tmp_path, monkeypatch):
-    for name in devices:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    monkeypatch.setattr(jax_setup, "TPU_DEVICES", [f"{tmp_path}/{path[5:]}" for path in jax_setup.TPU_DEVICES])
-    monkeypatch.setattr(os, "environ", {"TPU_WORKER_ID": "3"})
-    jax_setup.quiet_libtpu()
-    assert os.environ["TPU_WORKER_ID"] == "3"
-    assert ("TPU_ACCELERATOR_TYPE" in os.environ) == (set(devices) <= {"vfio/vfio"})
 
 
 # How many times XLA compiled each program of a run, and how many it read from the cache.

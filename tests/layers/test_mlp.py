@@ -15,22 +15,6 @@ def make_mlp(hidden, width, **kwargs):
     return mlp, jax.jit(mlp.init)(jax.random.key(0), jnp.ones((1, 1, width)))
 
 
-@pytest.mark.parametrize(
-    ("name", "at_1", "at_minus_1"),
-    [
-        ("relu", 1.0, 0.0),
-        ("gelu", 0.841345, -0.158655),  # x Phi(x)
-        ("gelu_tanh", 0.841192, -0.158808),
-        ("relu2", 1.0, 0.0),
-        ("swiglu", 0.731059, -0.268941),  # x sigmoid(x), of the gate
-    ],
-)
-def test_activations(name, at_1, at_minus_1):
-    found = ACTIVATIONS[name](jnp.array([1.0, -1.0, 3.0]))
-    np.testing.assert_allclose(found[:2], [at_1, at_minus_1], atol=1e-6)
-    assert (float(found[2]) == 9.0) == (name == "relu2")
-
-
 @pytest.mark.parametrize(("dtype", "atol"), [(jnp.float32, 1.2e-6), (jnp.bfloat16, 0.0)])
 def test_gelu_by_erf_equals_gelu_by_erfc(dtype, atol):
     """The slope, too. In float32 to a rounding error of 1 times x, up to 8; in 16 bits erfc it is."""

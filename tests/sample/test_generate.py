@@ -230,14 +230,6 @@ def test_misuse_is_told(prompts, kwargs, said):
         run(*even(), prompts, **kwargs)
 
 
-def test_options_of_decoding_are_a_value_of_any_kind_of_numbers():
-    one = Decoding(max_new_tokens=np.int64(3), stop_tokens=np.array([1, 2]), sampling=Sampling(top_k=2))
-    assert {one} == {Decoding(max_new_tokens=3, stop_tokens=[1, 2], sampling=Sampling(top_k=2))}
-    prompts = [[1, 2], [3, 4], [5, 6], [7, 8]]
-    plain = run(*even(), prompts)
-    assert run(*even(), np.array(prompts, np.uint16), new=np.int64(12), vocab_size=np.int32(11)) == plain
-
-
 @pytest.mark.slow
 def test_parameters_sharded_over_a_mesh_write_the_same(tmp_path):
     """Two devices, each with half of every matrix."""

@@ -1,4 +1,4 @@
-"""The layers of experiments/zoo in jaxgpt's own programs: scanned, recomputed, packed, and sampled by the engine."""
+"""The layers of experiments/zoo in jaxgpt's own programs: cached as the whole pass, and causal."""
 
 import dataclasses
 import functools
@@ -8,12 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxgpt
-from jaxgpt import plain_generate
-from jaxgpt.batch import Batch
-from jaxgpt.loss import make_loss
 from jaxgpt.sample.programs import allocate_cache, read
-from tests.helpers import FLOAT32_REORDERED, import_pages, make_model, stack_layers
+from tests.helpers import import_pages, make_model
 
 NAMES = ("alibi", "moe", "mla", "differential_attention", "gated_deltanet", "ngram_embeddings", "qwen3_next", "smear")
 NAMES += ("unet_skips", "value_embeddings")
@@ -48,34 +44,3 @@ def test_cached_decoding_is_the_whole_pass_and_a_token_reads_itself_and_all_befo
         parts.append(x_BTD)
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole_BTD, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(find_reach(model, params, 6), np.tri(6, dtype=bool))
-
-
-@pytest.mark.parametrize("name", ["alibi", "moe", "mla"])
-def test_scanned_and_recomputed_as_a_loop(name):
-    config = small(name)
-    model, params = make_model(config)
-    scanned = dataclasses.replace(config, scan_layers=True, remat="dots").make_model()
-    tokens_BT = jax.random.randint(jax.random.key(0), (2, 10), 0, 11)
-    batch = Batch(tokens_BT, jnp.roll(tokens_BT, -1, axis=1), segments_BT=jnp.array([[1] * 6 + [2] * 4, [1] * 10]))
-
-    def total(model, params):
-        nats, count, metrics = make_loss(model)(params, batch, jax.random.key(1))
-        return nats / count, metrics
-
-    (found, sown), (expected, also_sown) = (
-        jax.jit(total, static_argnums=0)(*each) for each in ((scanned, stack_layers(params, 2)), (model, params))
-    )
-    np.testing.assert_allclose(found, expected, **FLOAT32_REORDERED)
-    assert sown.keys() == also_sown.keys() and ("balance" in sown) == (name == "moe")
-    for metric in sown:
-        np.testing.assert_allclose(sown[metric], also_sown[metric], **FLOAT32_REORDERED)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_engine_draws_what_the_whole_pass_does(name):
-    model, params = make_model(small(name))
-    prompt, key = [1, 2, 3, 4, 5], jax.random.key(0)
-    expected = plain_generate.generate(model, params, jnp.asarray([prompt]), key, max_new_tokens=6, temperature=0.0)
-    greedy = jaxgpt.Sampling(greedy=True)
-    drawn = jaxgpt.generate(model, params, [[7], prompt], key=key, max_new_tokens=6, sampling=greedy)
-    assert drawn.tokens[1] == expected[0, 5:].tolist()

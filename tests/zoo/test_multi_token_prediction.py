@@ -9,13 +9,11 @@ import numpy as np
 
 from jaxgpt.batch import Batch
 from jaxgpt.loss import chunked_next_token_loss
-from jaxgpt.model import GPTConfig
 from tests.helpers import FLOAT32_REORDERED, TINY, import_pages, make_model
 
 (page,) = import_pages("zoo", "multi_token_prediction")
 
 CONFIG = page.FutureConfig(**dataclasses.asdict(TINY) | dict(n_layer=1, n_future=2, norm="rmsnorm"))
-PLAIN = GPTConfig(**dataclasses.asdict(TINY) | dict(n_layer=1, norm="rmsnorm"))
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, size=(2, 9))
 BATCH = Batch(
     jnp.asarray(TOKENS[:, :-1]),

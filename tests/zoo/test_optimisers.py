@@ -56,18 +56,6 @@ def take_steps(config, steps=3, shapes=SHAPES):
     return found, evaluated
 
 
-def adam(b1, b2, eps=1e-8, *, first=1):
-    """NumPy's Adam: (gradient, number of the step) -> update, for one parameter."""
-    m = v = 0.0
-
-    def step(g, t):
-        nonlocal m, v
-        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
-        return m / (1 - b1 ** (t + first)) / (np.sqrt(v / (1 - b2 ** (t + first))) + eps)
-
-    return step
-
-
 def test_lion_is_algorithm_2():
     found, _ = take_steps(lion.LionConfig(**PLAIN, weight_decay=0.5, beta1=0.9, beta2=0.99))
     for path, x in draw(0).items():
@@ -77,22 +65,6 @@ def test_lion_is_algorithm_2():
             x = x - 0.01 * (np.sign(0.9 * m + 0.1 * g) + DECAYED[path] * x)
             m = 0.99 * m + 0.01 * g
             np.testing.assert_allclose(after[path], x, **CLOSE)
-
-
-def test_schedule_free_is_algorithm_1():
-    """With a warm-up, since the average weighs the iterates by the learning rate."""
-    config = schedule_free.ScheduleFreeConfig(**PLAIN | {"warmup_steps": 2}, weight_decay=0.5, beta1=0.9, beta2=0.99)
-    rates = [0.01 / 3, 0.02 / 3, 0.01, 0.01]
-    found, evaluated = take_steps(config, steps=4)
-    for path, z in draw(0).items():
-        x, y, total, precondition = z, z, 0.0, adam(0.0, 0.99)
-        for step, rate in enumerate(rates):
-            z = z - rate * (precondition(draw(step + 1)[path], step) + DECAYED[path] * y)
-            total += rate**2
-            x = x + rate**2 / total * (z - x)
-            y = 0.1 * z + 0.9 * x
-            np.testing.assert_allclose(found[step][path], y, **CLOSE)
-            np.testing.assert_allclose(evaluated[step][path], x, **CLOSE)
 
 
 def test_spikes_are_judged_by_the_median_of_the_steps_taken():
