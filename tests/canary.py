@@ -10,10 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.layers.block import Compute
-from jaxgpt.model import GPTConfig
-from tests.helpers import import_pages
-
 # A compiled result may be this many times as far from float64 as the one without jit is, or as far as this part of the
 # largest magnitude: sums in another order. What was seen of the compiler's errors was from 0.002 of it to NaN.
 TIMES, PART = 100.0, 2e-5
@@ -34,35 +30,6 @@ def known_programs() -> Iterator[Program]:
     rows_UD = np.stack([np.arange(32_769), np.zeros(32_769), np.zeros(32_769)], axis=1).astype(np.float32)
     squares = jax.jit(jax.vmap(lambda row_D: jnp.sum((jnp.eye(3, dtype=row_D.dtype) @ row_D) ** 2)))
     yield "squares of 32,769 mapped products (jax#39103)", squares, (rows_UD,)
-    config = GPTConfig(
-        vocab_size=32,
-        block_size=256,
-        n_layer=2,
-        n_head=2,
-        n_embd=16,
-        norm="rmsnorm",
-        norm_position="post",
-        activation="swiglu",
-    )
-    model, params, tokens_BT = make(config, 2)
-    lens = import_pages("interpretability", "analyses")[0].fit_jacobian_lens
-    yield "Jacobian lens of [2, 256]", lambda params: lens(model(params), params, tokens_BT), (params,)
-
-
-def make(config: GPTConfig, rows: int) -> tuple[Callable[[Any], Any], Any, np.ndarray]:
-    """Return (a function from parameters to a model of their dtype, random parameters, tokens)."""
-    draw = np.random.default_rng(1)
-    shapes = config.make_model().shapes()
-
-    def fill(path, x):
-        middle = 1.0 if path[-1].key == "scale" and not config.norm_offset else 0.0
-        return (middle + 0.2 * draw.normal(size=x.shape)).astype(np.float32)
-
-    def model(params):
-        return config.make_model(Compute(jax.tree.leaves(params)[0].dtype))
-
-    tokens_BT = draw.integers(0, config.vocab_size, (rows, config.block_size)).astype(np.int32)
-    return model, jax.tree.map_with_path(fill, shapes), tokens_BT
 
 
 @contextlib.contextmanager

@@ -51,6 +51,7 @@ def test_scores_are_means_of_patterns():
     assert induction.shape == (2, 4) and np.abs(induction - previous).max() > 0.01
 
 
+@pytest.mark.slow
 def test_the_jacobian_lens_is_the_mean_jacobian():
     model, params = make(CONFIGS["gpt2"])
     B, T = TOKENS.shape
@@ -65,6 +66,7 @@ def test_the_jacobian_lens_is_the_mean_jacobian():
     chex.assert_trees_all_close(found[1], mean_DD, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_jacobian_lens_carries_each_stream_to_the_last_layer():
     """An identity leaves the logit lens."""
     model, params = make(CONFIGS["sandwich"])
@@ -78,6 +80,7 @@ def test_the_jacobian_lens_carries_each_stream_to_the_last_layer():
     chex.assert_trees_all_close(carried[1], by_hand, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_probe_finds_what_is_linear_and_scores_it_on_other_rows():
     rng = np.random.default_rng(0)
     x_UD = rng.normal(size=(800, 6)) * [1, 10, 0.1, 1, 1, 1] + 3

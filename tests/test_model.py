@@ -51,7 +51,7 @@ ARCHITECTURES = {
     ),
 }
 # The rest by `-m slow`.
-QUICK = ("gemma 2", "neox")
+QUICK = ("gemma 2",)
 every_architecture = pytest.mark.parametrize(
     "kind",
     [

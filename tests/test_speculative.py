@@ -35,6 +35,19 @@ def run(big, small, prompt, new=4 * C, num_draft_tokens=3, every=8, **kwargs):
     return [token for piece in pieces for token in piece]
 
 
+@pytest.mark.parametrize(
+    ("small", "how", "said"),
+    [
+        ({"vocab_size": 7}, {}, "the draft knows 7 tokens, the model writes 11"),
+        ({}, {"grammar": object()}, "speculative decoding follows no grammar"),
+    ],
+)
+def test_misuse_is_told(small, how, said):
+    with pytest.raises(UserError, match=said):
+        run(lively("rope"), lively("rope", **small), [1], **how)
+
+
+@pytest.mark.slow
 def test_greedy_text_is_the_same_far_past_the_context():
     """With a penalty too, up to a stop token; by a draft that begins anew at other times."""
     big, small = lively("rope"), lively("learned", 3, block_size=C + 3)

@@ -41,11 +41,7 @@ SEGMENTS = jnp.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
 TARGET = jnp.array([[7, 8, 2, 1], [7, 1, 8, 3]])
 
 
-# But for one, the architectures by `-m slow`: each of their laws compiles a program or two.
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name == "modern" else pytest.mark.slow) for name in EVERY],
-)
+@pytest.fixture(scope="module", params=EVERY)
 def model(request):
     return make_model(dataclasses.replace(CONFIG, **EVERY[request.param]))
 
@@ -74,6 +70,7 @@ def test_who_reads_whom(model):
     np.testing.assert_array_equal(np.abs(reach).sum(axis=-1) > 0, expected_TN)
 
 
+@pytest.mark.slow
 def test_cached_equals_uncached(model):
     model, params = model
     whole = logits(model, params, TARGET, SOURCE, SEGMENTS)

@@ -81,7 +81,7 @@ def last_difference(logits_BTV):
     return difference(logits_BTV[0, -1])
 
 
-@quick(PATCHES, default="pattern")
+@quick(PATCHES, default="stream")
 def test_a_patch_equals_a_whole_forward_pass_with_one_activation_replaced(name, monkeypatch):
     """And by itself it changes nothing; programs are compiled once."""
     model, params = make(PATCHES[name])

@@ -1,5 +1,6 @@
 """What a user brings in a file of their own goes through everything: (pieces) x (uses). What cannot be says so."""
 
+import dataclasses
 import math
 from pathlib import Path
 

@@ -100,6 +100,7 @@ def test_packed_float32_weights_change_nothing():
         for_decoding(*packed, "int8")
 
 
+@pytest.mark.slow
 def test_fewer_bits_take_less_memory_and_stay_near():
     model, params = make_model(dataclasses.replace(TINY, block_size=10, n_layer=1, n_embd=64, n_head=4))
     expected = np.concatenate(uncached_logits(model, params))

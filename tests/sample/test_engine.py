@@ -111,6 +111,7 @@ def test_log_probabilities_and_alternatives_are_the_models():
         assert dict(best)[token] == logprob  # of three that could be drawn, among the best four
 
 
+@pytest.mark.slow
 def test_as_many_rows_are_computed_as_are_occupied(monkeypatch):
     computed, decode = [], programs.decode
 
@@ -163,7 +164,7 @@ def test_a_common_beginning_is_read_once_and_changes_no_bit():
         engine.cancel(slot)
         assert serve(engine, [request]) == [expected]
     assert cached == [0, 192, 64, 64, 192]  # chunks of 64 tokens
-    others = [dataclasses.replace(wanted[0], prompt=[5, *wanted[0].prompt[1:]])]  # nothing in common
+    others = [dataclasses.replace(request, prompt=[5, *request.prompt[1:]]) for request in wanted[2:]]  # all new
     assert serve(engine, others) == serve(Engine(model, params, slots=2), others)
     small = Engine(model, params, slots=2, prefix_bytes=10_000)  # one chunk of 64 tokens takes 8,192 bytes
     assert serve(small, wanted + wanted) == plain + plain
