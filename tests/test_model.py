@@ -231,8 +231,6 @@ def test_initialisation_is_gpt2s():
         assert float(np.std(x)) == pytest.approx(0.02, rel=0.05)
     for branch in ("attn", "mlp"):
         assert float(np.std(block[branch]["c_proj"]["kernel"])) == pytest.approx(0.02 / math.sqrt(16), rel=0.05)
-    logits = apply(GPT(config), params, tokens_BT(config))
-    assert float(jax.nn.logsumexp(logits, axis=-1).mean()) == pytest.approx(math.log(500), rel=0.02)
 
 
 @pytest.mark.parametrize(("size", "millions"), [("1558M", 1557.61)])
