@@ -446,6 +446,8 @@ def open_training(
         checkpoints=checkpoints,
     )
     if recorded is None:
+        if any(own_classes(resolved.data)) and dataset.roll_out is None:
+            checks.check_rows(resolved, dataset)
         check_first_step(training)
         if resolved.model.is_foreign:
             checks.check_model(resolved, training.whole_batch(1))

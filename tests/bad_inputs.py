@@ -17,7 +17,7 @@ TABLE = {
         "trian": "unknown command 'trian' (did you mean train?)",
         "replay runs/tiny --step 0": "--step 0: needs one of the steps of runs/tiny, 1 to",
         "runs nowhere": "no directory nowhere: name one that holds runs",
-        "sweep --over optim.learning-rate=1e-4..1e-1 --run-dir runs/tiny": "is not a sweep (no sweep.json)",
+        "sweep --over optim.learning-rate=1e-4..1e-1 --run-dir runs/tiny": "is a run and not a sweep",
         "plan --topologie v5e:4x4": "--topology",
     },
     "train ": {

@@ -16,11 +16,12 @@ import numpy as np
 import optax
 
 from jaxgpt.batch import Batch
+from jaxgpt.data.pipeline import Dataset, RowReader
 from jaxgpt.errors import UserError, first_line
 from jaxgpt.experiment import Experiment
 from jaxgpt.loss import ObjectiveConfig
 from jaxgpt.parallel.limits import count_parameters
-from jaxgpt.runs.code import find_place, own_classes, place_of
+from jaxgpt.runs.code import find_place, name_with_place, own_classes, place_of
 
 LOG = logging.getLogger(__name__)
 LARGEST_CHECKED = 2**28  # parameters of a model that is run on one device before it is trained
@@ -48,6 +49,41 @@ def blame_own_classes(config: Any, method: Any = None) -> Iterator[None]:
         names = method.__qualname__ if method is not None else ", ".join(cls.__name__ for cls in own)
         place = place or place_of(own[0] if method is None else method)
         raise UserError(f"{place}{names}: {type(e).__name__}: {first_line(e)}") from e
+
+
+def check_rows(experiment: Experiment, dataset: Dataset) -> None:
+    """Raise `UserError` unless the first rows of a user's own data are as `Split` and the vocabulary say."""
+    data, train, T = experiment.data, experiment.train, experiment.model.block_size
+    training, validation = dataset.train.training_rows, dataset.val.validation_rows
+    with blame_own_classes(data, training):
+        first = _read_row(training(block_size=T, seed=train.seed), training, experiment)
+    needed = data.shape_batch(jax.ShapeDtypeStruct((1, T), jnp.int32))
+    if (made := _describe(first)) != (expected := _describe(needed)):
+        said = f"makes {made}, but {type(data).__name__}.shape_batch says {expected}"
+        raise UserError(f"{name_with_place(training)} {said}: change one of them")
+    with blame_own_classes(data, validation):
+        count, read = validation(block_size=T, stride=T, max_tokens=train.eval_tokens, prefix_length=0)
+        if count < 1:
+            raise UserError(f"{name_with_place(validation)} has {count} rows: it needs one at least")
+        _read_row(read, validation, experiment)
+
+
+def _read_row(read: RowReader, method: Any, experiment: Experiment) -> Batch:
+    """Return the first row as a batch. Raises `UserError` for tokens outside the vocabulary."""
+    row = Batch(*jax.tree.map(lambda x: np.asarray(x)[None], tuple(read(0))))
+    targets_BT = row.targets_BT if row.mask_BT is None else row.targets_BT[row.mask_BT]
+    ids, vocab_size = np.concatenate([row.inputs_BT.ravel(), targets_BT.ravel()]), experiment.model.vocab_size or 0
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        said = f"{name_with_place(method)}: row 0 has tokens from {ids.min()} to {ids.max()}"
+        raise UserError(f"{said}: they must be from 0 to {vocab_size - 1}, as the vocabulary has")
+    return row
+
+
+def _describe(batch: Batch) -> str:
+    """Return the names, types and shapes of a batch's arrays."""
+    leaves = jax.tree.leaves_with_path(batch)
+    named = [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves]
+    return ", ".join(f"{name} {jax.dtypes.canonicalize_dtype(x.dtype)}{list(x.shape)}" for name, x in named)
 
 
 def check_model(experiment: Experiment, batch: Batch) -> None:

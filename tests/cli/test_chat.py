@@ -15,12 +15,12 @@ import time
 import pytest
 
 from jaxgpt.cli import adopt, chat
+from jaxgpt.data.dataset import DataConfig, open_data
 from jaxgpt.errors import UserError
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.sample import Sampling
 from tests.conftest import REPOSITORY, TEXT
-from tests.helpers import make_model
-from tests.serve.conftest import make_byte_run
+from tests.helpers import make_model, recorded_run
 
 BLOCK = 256
 HOW = dict(max_new_tokens=20, sampling=Sampling(temperature=1.0), stop=(), seed=3)
@@ -29,7 +29,9 @@ HOW = dict(max_new_tokens=20, sampling=Sampling(temperature=1.0), stop=(), seed=
 def make_run(directory, block_size):
     text = directory / "text.txt"
     text.write_text(TEXT * 40)
-    return make_byte_run(directory / "run", text, block_size)
+    config = DataConfig(path=str(text), tokenizer="byte")
+    run = recorded_run(directory / "run", config, open_data(config, block_size=block_size), block_size=block_size)
+    return dataclasses.replace(run, params=make_model(run.model.config)[1]).for_decoding()
 
 
 @pytest.fixture(scope="module")

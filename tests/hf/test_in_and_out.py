@@ -115,7 +115,7 @@ def test_other_programs_pad_and_generate(trained, kind):
 
 
 VLLM = {"GPT2LMHeadModel", *(f"{name}ForCausalLM" for name in "Gemma Gemma2 Gemma3 GPTNeoX Llama Mistral".split())}
-VLLM |= {"Olmo2ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+VLLM |= {"Olmo2ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 
 
 def test_an_export_is_what_vllm_loads(exported):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import jaxgpt
-from jaxgpt import UserError
 from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.lora import LoraConfig
 from jaxgpt.runs.metrics import read_metrics
