@@ -47,18 +47,17 @@ def check_tools(tools: Any, where: str) -> tuple[Tool, ...]:
     tools = [] if tools is None else tools
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         raise UserError(f"{where}={short(tools)}: give a list of at most {MAX_TOOLS} tools")
-    names = []
+    names = set()
     for number, tool in enumerate(tools):
         match tool:
-            case {"type": "function", "function": {"name": str(name), **fields}} if NAME.fullmatch(name):
-                schema = fields.get("parameters")
+            case {"type": "function", "function": {"name": str(name), **fields}} if NAME.fullmatch(name) and isinstance(
+                fields.get("parameters"), dict | None
+            ):
+                names.add(name)
             case _:
                 raise UserError(f"{where}[{number}] is {short(tool)}: give {TOOL}, with a name of {NAME.pattern}")
-        if not isinstance(schema, dict | None):
-            raise UserError(f"{where}[{number}] has the parameters {short(schema)}: give a schema, which is an object")
-        if name in names:
-            raise UserError(f"{where} has {name!r} twice: give different names")
-        names.append(name)
+    if len(names) < len(tools):
+        raise UserError(f"{where} has a name twice: give different names")
     check_characters(json.dumps(tools, ensure_ascii=False), where)
     return tuple(tools)
 

@@ -35,6 +35,10 @@ RUNS = Path("runs")
 LOCK = ".lock"
 PATIENCE = 0.2  # seconds: `is_training` holds the lock for an instant
 FORMAT = 2  # of experiment.json and the run directory, raised when an older reader would misread it
+# Names of files in the directory of a run that was killed before it wrote experiment.json.
+BEGINNINGS = re.compile(
+    r"\.lock|(tokenizer|tokenizer_config|special_tokens_map|experiment)\.json(\..*)?|chat_template\.jinja|hf|code"
+)
 # The addresses of other processes do not belong to a record: one process may resume the run.
 ALONE: dict[str, Any] = {"coordinator": None, "processes": None, "process_id": None}
 LARGEST_METADATA = 2**24  # longest experiment.json to read, in bytes: about 100,000 token files
@@ -50,13 +54,13 @@ def is_run(directory: Path) -> bool:
 def is_resumable(directory: Path, fresh: bool) -> bool:
     """Return whether to resume the run in a directory. Raises `UserError` if something else is there.
 
-    What has a lock and no experiment.json was killed as it began, and is written anew.
+    A run that was killed before it wrote experiment.json is written anew.
     """
     if is_run(directory):
         return not fresh
-    is_empty = not is_there(directory, "Name another directory with --run-dir.")
-    is_empty = is_empty or (directory.is_dir() and not any(directory.iterdir()))
-    if not (is_empty or (directory / LOCK).exists()):
+    if is_there(directory, "Name another directory with --run-dir.") and not (
+        directory.is_dir() and all(BEGINNINGS.fullmatch(path.name) for path in directory.iterdir())
+    ):
         raise UserError(f"{directory} exists and is not a run directory: name another with --run-dir")
     return False
 

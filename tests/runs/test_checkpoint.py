@@ -244,6 +244,14 @@ def lines(directory):
     return [{k: x[k] for k in x if k not in clocks} for x in found]
 
 
+def test_no_run_begins_where_something_else_is(experiment, tmp_path):
+    for name in (".lock", "tokenizer.json", "index.json"):  # as `jaxgpt prepare` leaves them
+        (tmp_path / name).write_text(name)
+    with pytest.raises(UserError, match="exists and is not a run directory"):
+        fit(experiment, tmp_path, progress=False)
+    assert (tmp_path / "tokenizer.json").read_text() == "tokenizer.json"
+
+
 def test_a_run_goes_on_from_the_newest_good_checkpoint(experiment, trained, run):
     path = max((run / "checkpoints" / "4" / "state").rglob("*"), key=lambda p: p.stat().st_size)
     path.write_bytes(bytes(path.stat().st_size))
