@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import logging
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +21,6 @@ from jaxgpt.config.validate import LARGEST_SIZE, short
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, parse_json, read_bytes
 
-LOG = logging.getLogger(__name__)
 LARGEST_FILE = 2**26  # bytes of a tokenizer.json. Gemma 3's, of 262,144 tokens, is half as large
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # GPT-2, Llama 3, Llama 2, Gemma
 
@@ -284,10 +282,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    found = BPETokenizer(tokenizer.to_str())
-    if found.vocab_size < vocab_size:
-        LOG.warning("the text gives a BPE of %s tokens, not %s", f"{found.vocab_size:,}", f"{vocab_size:,}")
-    return found
+    return BPETokenizer(tokenizer.to_str())
 
 
 def split_words(text: str) -> list[str]:

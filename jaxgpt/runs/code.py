@@ -216,6 +216,7 @@ def own_classes(config: Any) -> Iterator[type]:
 
 def keep_code(directory: Path, files: Files) -> None:
     """Write the code that a user trains with into a run directory, and trust it from now on."""
+    shutil.rmtree(directory / FOLDER, ignore_errors=True)  # of a run that was killed as it began
     _write(files, directory / FOLDER)
     make_cache(_trusted())
     (_trusted() / json_sha256(digests_of(files))).touch()
