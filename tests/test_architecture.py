@@ -63,7 +63,6 @@ HOMES = {
     "safetensors": ["hf.weights"],
     "gguf": ["gguf.file"],
     "huggingface_hub": ["hf.source", "hf.weights"],
-    "rich": ["runs.log"],
     "starlette": ["serve.app", "serve.responses", "serve.server"],
     "uvicorn": ["serve.server"],
     "lm_eval": ["tools.evaluate.tasks"],
@@ -183,7 +182,6 @@ def test_only_the_command_line_prints():
         "cli.console",
         "cli.main",
         "cli.train",
-        "runs.log",
     }
 
 

@@ -116,7 +116,7 @@ class RunLog:
         """Display a line of text."""
         self._said = time.monotonic()
         if self._show:
-            print(text, file=sys.stderr, flush=True)
+            sys.stderr.write(f"{text}\n")
 
     def close(self) -> None:
         """Close the file and plot its losses."""
