@@ -9,8 +9,19 @@ import numpy as np
 import pytest
 
 from jaxgpt.batch import Batch
+from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment, TrainConfig
-from jaxgpt.lora import LoraConfig, freeze, init_adapters, join_adapters, merge_adapters, with_adapters
+from jaxgpt.lora import (
+    NF4,
+    LoraConfig,
+    freeze,
+    from_int4,
+    init_adapters,
+    join_adapters,
+    merge_adapters,
+    to_int4,
+    with_adapters,
+)
 from jaxgpt.loss import make_loss
 from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.trainer import make_trainer
@@ -40,13 +51,15 @@ def test_a_is_drawn_for_each_matrix_and_b_is_zero():
     assert abs(np.corrcoef(*(adapter["lora_a"].ravel() for adapter in adapters.values()))[0, 1]) < 0.05
 
 
-# Each family with one of the two ways to freeze; by default the first.
+# Each family with one of the ways to freeze; by default the first two.
 @pytest.mark.parametrize(
     ("name", "frozen"),
     [
         ("gpt2", "int8"),
-        *(pytest.param(n, "float32", marks=pytest.mark.slow) for n in ("llama", "gemma2", "olmo2")),
+        ("llama", "int4"),
+        *(pytest.param(n, "float32", marks=pytest.mark.slow) for n in ("gemma2", "olmo2")),
         *(pytest.param(n, "int8", marks=pytest.mark.slow) for n in ("neox", "2017", "scanned")),
+        *(pytest.param("scanned", frozen, marks=pytest.mark.slow) for frozen in ("int4", "bfloat16")),
     ],
 )
 def test_a_layer_adds_an_adapter_as_if_it_were_merged(name, frozen):
@@ -94,9 +107,24 @@ def test_adapters_need_no_gradient_of_the_matrices():
     assert adapters < 0.3 * full
 
 
-def test_int8_takes_a_quarter_of_the_memory():
-    held = {
-        frozen: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(small(4, frozen).abstract_state.frozen_params))
-        for frozen in ("float32", "int8")
-    }
-    assert held["int8"] < 0.27 * held["float32"]
+def test_rounded_matrices_take_a_quarter_or_an_eighth_of_the_memory():
+    def held(frozen):
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(small(4, frozen).abstract_state.frozen_params))
+
+    whole = held("float32")
+    assert held("int8") < 0.27 * whole and held("int4") < 0.16 * whole  # one scale of 32 bits for 64 weights
+
+
+def test_four_bits_are_the_nearest_of_16_values_and_are_rounded_once():
+    """In groups of 64 inputs, or as many as divide them; stacked layers each by itself."""
+    kernel_DF = jax.random.normal(jax.random.key(0), (96, 6))
+    codes, scale = to_int4(kernel_DF)
+    assert codes.shape == (48, 6) and scale.shape == (3, 6)  # groups of 32
+    share = np.asarray(kernel_DF / jnp.repeat(scale, 32, axis=0))
+    nearest = np.abs(share[..., None] - np.array(NF4)).argmin(-1)
+    np.testing.assert_array_equal(from_int4(codes, scale), np.array(NF4, np.float32)[nearest] * np.repeat(scale, 32, 0))
+    jax.tree.map(np.testing.assert_array_equal, to_int4(from_int4(codes, scale)), (codes, scale))
+    stacked = to_int4(jnp.stack([kernel_DF, 3 * kernel_DF]))
+    np.testing.assert_array_equal(stacked[0], [codes, codes])
+    with pytest.raises(UserError, match="needs an even number of inputs, and a matrix has 5"):
+        to_int4(jnp.ones((5, 4)))
