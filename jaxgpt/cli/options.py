@@ -95,7 +95,8 @@ def parse(
         show(render_help(parser, options, doc.partition("Args:")[0], operand, example))
         raise SystemExit(0)
     given = read_values(parser, options, list(argv))
-    values = {p.name: given.get(p.name, p.default) for p in parameters}
+    # An operand that may be left out, such as [RUN], need not have a default in Python.
+    values = {p.name: given.get(p.name, None if p.default is REQUIRED else p.default) for p in parameters}
     for name, config in values.items():
         if dataclasses.is_dataclass(config):
             fields = {path.partition(".")[2]: value for path, value in given.items() if path.startswith(f"{name}.")}

@@ -3,12 +3,14 @@
 import importlib
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
 from flax import linen as nn
 
 from jaxgpt import Generated
+from jaxgpt.cli.main import main
 from jaxgpt.config.validate import short_repr
 from jaxgpt.errors import UserError
 from jaxgpt.interventions import Ablations, Forward
@@ -65,6 +67,13 @@ def test_what_is_not_a_page_is_not_replaced(shown_run, tmp_path):
     page.write_text("a thesis")
     with pytest.raises(UserError, match=r"report\.html exists"):
         report(shown_run.directory, out=str(page))
+
+
+def test_the_newest_run_is_reported_where_none_is_named(shown_run, tmp_path, monkeypatch, capsys):
+    shutil.copytree(shown_run.directory, tmp_path / "runs/shown")
+    monkeypatch.chdir(tmp_path)
+    main(["report", "--tokens", "4"])
+    assert "runs/shown/report.html: " in capsys.readouterr().out
 
 
 def test_what_a_notebook_shows_is_a_line(shown_run):
