@@ -7,69 +7,23 @@ import importlib.util
 import itertools
 import math
 import re
-from typing import Any, NamedTuple
+from importlib import resources
+from typing import Any
 
 import jax
 
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.jax_setup import quiet_libtpu, skip_cuda_check
-from jaxgpt.parallel.limits import PEAKS, gpu_memory_share
+from jaxgpt.parallel.limits import gpu_memory_share
 
 INSTALL = 'pip install "jaxgpt[plan-gpu]"'
 
 
-class Target(NamedTuple):
-    """The facts about a GPU that XLA's compiler asks for. `to_text` adds what is the same for all of them."""
-
-    name: str  # JAX's name of the device, a key of PEAKS
-    capability: tuple[int, int]  # CUDA compute capability
-    features: str  # ACCELERATED_FEATURES: compile for sm_90a, with instructions of this generation only, not for sm_90
-    cores: int  # streaming multiprocessors
-    fpus_per_core: int
-    clock_ghz: float
-    threads_per_core: int
-    shared_memory_per_core: int  # bytes
-    shared_memory_per_block: int  # bytes, that a block can ask for
-    l2_cache: int  # bytes
-    memory_bandwidth: int  # bytes/s
-
-    def to_text(self) -> str:
-        """Return the target as a `stream_executor.GpuTargetConfigProto` in text form."""
-        major, minor = self.capability
-        return f"""
-platform_name: "CUDA"
-device_description_str: "{self.name}"
-dnn_version_info {{ major: 9 minor: 10 }}
-gpu_device_info {{
-  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {self.features} }}
-  core_count: {self.cores} fpus_per_core: {self.fpus_per_core} clock_rate_ghz: {self.clock_ghz}
-  device_memory_size: {PEAKS[self.name].memory} memory_bandwidth: {self.memory_bandwidth} l2_cache_size: {self.l2_cache}
-  shared_memory_per_core: {self.shared_memory_per_core}
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: {self.shared_memory_per_block}
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  threads_per_core_limit: {self.threads_per_core} threads_per_block_limit: 1024 threads_per_warp: 32
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-}}
-"""
-
-
-# XLA asks the driver for these. Here by github.com/openxla/xla, xla/backends/gpu/target_config/specs (at 4336d12 of 2026):
-# h100_sxm, h200, a100_sxm_80, b200 and rtx6000pro. _ADA: NVIDIA's "Ada GPU Architecture" v2.1 and its Ada Tuning Guide.
-_A, _N = "ACCELERATED_FEATURES", "NONE"
-_HOPPER = (9, 0), _A, 132, 128, 1.98, 2048, 233_472, 232_448, 52_428_800
-_A100 = (8, 0), _N, 108, 64, 1.41, 2048, 167_936, 166_912, 41_943_040
-_B200 = (10, 0), _A, 148, 128, 1.965, 2048, 233_472, 232_448, 132_644_864
-_PRO = (12, 0), _N, 188, 128, 2.6, 1536, 131_072, 101_376, 134_217_728
-_ADA = (8, 9), _N, 128, 128, 2.52, 1536, 102_400, 101_376, 75_497_472
-TARGETS = {
-    "h100": Target("NVIDIA H100 80GB HBM3", *_HOPPER, 3_352_320_000_000),
-    "h200": Target("NVIDIA H200", *_HOPPER, 4_800_000_000_000),
-    "a100-80": Target("NVIDIA A100-SXM4-80GB", *_A100, 2_039_040_000_000),
-    "b200": Target("NVIDIA B200", *_B200, 7_672_320_000_000),
-    "rtx6000pro": Target("NVIDIA RTX PRO 6000 Blackwell Server Edition", *_PRO, 1_792_000_000_000),
-    "rtx4090": Target("NVIDIA GeForce RTX 4090", *_ADA, 1_008_000_000_000),
-}
+# GPUs with a file in targets/, a `stream_executor.GpuTargetConfigProto` in text form: what XLA asks the driver for. They are
+# by github.com/openxla/xla, xla/backends/gpu/target_config/specs (at 4336d12 of 2026), and the RTX 4090's is by NVIDIA's
+# "Ada GPU Architecture" v2.1 and its Ada Tuning Guide. ACCELERATED_FEATURES: compile for sm_90a, with instructions of this
+# generation only, and not for sm_90.
+TARGETS = ("h100", "h200", "a100-80", "b200", "rtx6000pro", "rtx4090")
 
 
 def topology_devices(topology: str) -> list[jax.Device]:
@@ -107,12 +61,17 @@ def gpu_devices(topology: str) -> list[jax.Device]:
     from jax.experimental import topologies
 
     shape = f"1x{match[2] or 1}x{match[3]}"  # slices x hosts x GPUs
-    text = TARGETS[match[1]].to_text()
+    text = read_target(match[1])
     try:
         found = topologies.get_topology_desc(platform="cuda", topology_name="", topology=shape, target_config=text)
     except NotImplementedError:  # JAX has tried the plugin before, for a GPU of this machine, and refused it
         raise UserError("JAX has refused its CUDA plugin: set JAX_PLATFORMS=cpu before jax is imported") from None
     return list(found.devices)
+
+
+def read_target(name: str) -> str:
+    """Return the description of a GPU that XLA's compiler reads."""
+    return resources.files("jaxgpt.tools.plan").joinpath("targets", f"{name}.txtpb").read_text(encoding="utf-8")
 
 
 def tpu_devices(topology: str) -> list[jax.Device]:
