@@ -134,6 +134,7 @@ def test_what_was_changed_is_named_if_every_step_is_taken(run, finding):
     assert finding in str(found) and "not accepted" in str(found)
 
 
+@pytest.mark.slow
 def test_a_run_of_elsewhere_is_accepted_within_a_tolerance(run):
     edit_record(run, lambda record: record.update(device="NVIDIA H200"))
     # Another order of a sum makes such a difference.

@@ -65,7 +65,10 @@ def test_bits_are_counted_by_bytes_and_by_characters(run, tmp_path):
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
 
 
-@pytest.mark.parametrize("scale, perplexity, said", [(1e4, math.inf, None), (math.nan, None, "the loss is nan")])
+@pytest.mark.parametrize(
+    "scale, perplexity, said",
+    [pytest.param(1e4, math.inf, None, marks=pytest.mark.slow), (math.nan, None, "the loss is nan")],
+)
 def test_what_is_not_finite_is_null_and_is_said(run, scale, perplexity, said):
     """A loss of thousands has a perplexity that no float holds; parameters that are no numbers have neither."""
     blown = dataclasses.replace(run, params=jax.tree.map(lambda x: x * scale, run.params))

@@ -29,6 +29,7 @@ SLICES = [
 ]
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_slices(tmp_path):
     # The tests hold no TPU, so that they need not wait for one another to let go of libtpu.

@@ -187,7 +187,7 @@ def test_embeddings_and_neighbours(page, run):
     assert page.locator("#embeddings svg text").count() == run.tokenizer.vocab_size
 
 
-@pytest.mark.parametrize("how", [{"temperature": 2.0, "top_k": 4}, {"top_p": 0.6}, {"temperature": 0.0}])
+@pytest.mark.parametrize("how", [{"temperature": 2.0, "top_k": 4}, {"top_p": 0.6}])
 def test_sliders_draw_what_sampling_draws(page, found, how):
     for name, value in ({"temperature": 1.0} | how).items():
         page.locator(f"#{name.replace('_', '-')}").fill(str(value))
