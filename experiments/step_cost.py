@@ -12,7 +12,7 @@ Method      the step that `jaxgpt train` runs, AdamW, synthetic tokens. Time: ev
             Exponents: least squares over logarithms, and from each point to the next.
 Expected    depth and batch 1; width 1 to 2; context 1 to 2: time starts below them, where overhead dominates.
 Result      time: depth 1.00, width 1.26, context 1.14, batch 0.74 (two cores of an AMD EPYC); memory 0.95, 1.20, 1.16,
-            0.84; arithmetic 0.99, 1.83, 1.15, 1.00. From 80 MiB on, the compiler's estimate agrees with the measured
+            0.84; arithmetic 0.99, 1.83, 1.15, 1.00 in the program's products (the formula has 1.22 for context). From 80 MiB on, the compiler's estimate agrees with the measured
             peak to 5%. Time bends upward with context (0.69 to 1.67 from 32 to 1024 tokens, where arithmetic has 1.4 at
             the end): plain attention's scores are B N T^2, read and written, and GFLOP/s fall from 180 to 121. With
             width, time stays below arithmetic, since larger products run faster: from 59 GFLOP/s at 32 to 288 at 512.
