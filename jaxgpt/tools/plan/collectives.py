@@ -75,6 +75,8 @@ def read_collectives(text: str) -> list[Collective]:
     launchers: dict[str, str] = {}  # the computation that launches the fusion around each fused one
     for name, body in reversed(bodies.items()):  # a computation follows those that it calls
         for x in body.values():
+            if x.op.endswith(("-done", "-update")):  # its start has been counted
+                continue
             trips = _trip_count(x, body, bodies) if x.op == "while" else 1
             for called in re.findall(r"[\w.\-]+", ",".join(_CALLED.findall(x.rest))):
                 times[called] += trips * times[name]
