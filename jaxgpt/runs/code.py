@@ -55,7 +55,8 @@ def _tag(files: Files) -> str:
 
 def collect(path: Path) -> Files:
     """Read a file, and the files beside it that it imports. Raises `CodeError` for packages."""
-    folder, files, left = path.resolve().parent, {}, {path.name}
+    path = path.resolve()
+    folder, files, left = path.parent, {}, {path.name}
     while left:
         name = left.pop()
         files[name] = read_bytes(folder / name, LARGEST_FILE)
@@ -144,7 +145,7 @@ def _run(files: Files, path: Path, module: str) -> types.ModuleType:
             sys.modules[made.__name__] = made
             if not _is_elsewhere(module):
                 sys.modules[module] = made
-            exec(compile(files[path.name], path, "exec", dont_inherit=True), vars(made))
+            exec(compile(files[path.resolve().name], path, "exec", dont_inherit=True), vars(made))
     except BaseException as e:
         sys.modules.pop(made.__name__, None)
         if not isinstance(e, Exception | SystemExit):

@@ -15,7 +15,7 @@ import dataclasses
 from typing import ClassVar
 from jaxgpt import Experiment
 from neighbour import STEPS
-from folder.inner import NAME
+from name import NAME
 
 @dataclasses.dataclass
 class Width:
@@ -36,11 +36,11 @@ if __name__ == "__main__":
 
 
 def write(folder, steps):
-    (folder / "folder").mkdir(parents=True)
+    folder.mkdir()
     (folder / "mine.py").write_text(FILE)
     (folder / "neighbour.py").write_text(f"STEPS = {steps}\n")
     (folder / "late.py").write_text("CONTEXT = 64\n")
-    (folder / "folder/inner.py").write_text(f'NAME = "of-{folder.name}"\n')
+    (folder / "name.py").write_text(f'NAME = "of-{folder.name}"\n')
     return folder / "mine.py"
 
 
@@ -57,7 +57,7 @@ def test_files_of_two_folders_have_neighbours_of_their_own(tmp_path):
         file = str(write(tmp_path / folder, steps))
         for found in (load_experiment(file), load_variants(file)["one"]):
             assert (found.name, found.train.steps) == (f"of-{folder}", steps)
-        assert sys.path == before[0] and not {"neighbour", "late", "folder", "folder.inner"} & sys.modules.keys()
+        assert sys.path == before[0] and not {"neighbour", "late", "name"} & sys.modules.keys()
     left = {name for name in sys.modules.keys() - before[1] if not name.startswith("jaxgpt.")}
     assert left and all("@" in name for name in left), "each under a name of its own"
 

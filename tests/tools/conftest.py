@@ -15,5 +15,5 @@ def shown_run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("shown")
     (directory / "text.txt").write_text(TEXT)
     e = tiny_experiment(directory / "text.txt", steps=12, eval_every=4, keep_last=2, sample_prompt="In a ")
-    model = dataclasses.replace(e.model, block_size=48, activation="relu")
+    model = dataclasses.replace(e.model, block_size=48, n_layer=2, activation="relu")
     return fit(dataclasses.replace(e, name="shown", model=model), directory / "run", progress=False)
