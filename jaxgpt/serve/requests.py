@@ -24,6 +24,7 @@ from jaxgpt.sample import Sampling
 from jaxgpt.sample.engine import Request, prompt_keys
 from jaxgpt.sample.grammar import JSON, Grammar, check_integers, compile_grammar
 from jaxgpt.sample.programs import MAX_TOP, check_ids
+from jaxgpt.serve import ServeOptions
 
 # These parameters change nothing here, and clients send them unasked.
 IGNORED = ("user", "store", "metadata", "service_tier", "reasoning_effort", "verbosity")
@@ -45,6 +46,7 @@ STREAM_OPTIONS = ("include_usage", "include_obfuscation")  # the second pads eve
 FILTERS = {name: hint for name, hint in field_hints(Sampling).items() if name != "greedy"}
 GRAMMARS = {"json": "schema", "regex": "regex", "choice": "choices"}  # vLLM's names, and ours
 MAX_STOP_TOKENS = 16  # ids
+QUEUE = 4  # rows that may wait, for each slot
 MAX_MESSAGES = 2048  # most messages in a conversation
 
 Prompt = str | tuple[int, ...]  # a text, or token ids
@@ -226,14 +228,11 @@ class Row:
 class Served:
     """A run as it is served, with its limits. Any thread may call its methods."""
 
-    def __init__(self, run: Run, *, slots: int, queue: int, names: Sequence[str] = (), any_name: bool = False):
-        """Fix the defaults.
-
-        slots: rows that are decoded together. queue: rows that may wait. names: the model's names, the first for answers.
-        Without any it is the run directory's name. any_name: whether requests may name any model.
-        """
-        self.run, self.slots, self.queue, self._any_name = run, slots, queue, any_name
-        self.names = tuple(names) or (run.directory.resolve().name,)
+    def __init__(self, run: Run, options: ServeOptions):
+        """Fix the defaults. The first name is that of answers."""
+        self.run, self.slots, self._any_name = run, options.slots, options.any_model
+        self.queue = QUEUE * options.slots  # rows that may wait
+        self.names = options.model_name or (run.directory.resolve().name,)
         self.name = self.names[0]
         self.fingerprint = f"step-{run.step}"  # under another fingerprint the same seed may give another text
         self.block_size = run.model.config.block_size

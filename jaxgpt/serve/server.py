@@ -38,7 +38,6 @@ from jaxgpt.serve.responses import refuse, render_event
 from jaxgpt.serve.scheduler import Scheduler
 
 LARGEST_BODY = 2**20  # bytes
-QUEUE = 4  # rows that may wait, for each slot
 CONNECTIONS = 256
 KEEP_ALIVE = 30  # seconds for which an idle connection stays open. Clients give theirs up after fewer
 HOST = re.compile(r"(\[.*\]|[^:]*)(?::[0-9]*)?")  # an address or a name, and perhaps a port
@@ -55,8 +54,7 @@ def make_server(
     That is given a function, which it calls with the name of each program before it is compiled.
     key: what clients must send. None means nothing. log: from `make_log`.
     """
-    queue = QUEUE * options.slots
-    served = Served(run, slots=options.slots, queue=queue, names=options.model_name, any_name=options.any_model)
+    served = Served(run, options)
     (model, params), vocab_size = run.decode_params, run.tokenizer.vocab_size
     engine = Engine(
         model,
@@ -72,7 +70,7 @@ def make_server(
     def score(ids: Sequence[int]) -> PromptScores:
         return score_prompt(model, params, ids, top=MAX_TOP, vocab_size=vocab_size)
 
-    scheduler = Scheduler(engine, score, queue=queue, log=log)
+    scheduler = Scheduler(engine, score, queue=served.queue, log=log)
     scheduler.status = "starting"
 
     def compile_all(begin: Callable[[str], None]) -> None:
@@ -93,8 +91,7 @@ def make_server(
 
     jax.monitoring.register_event_duration_secs_listener(count_compilation)
     app = make_app(served, scheduler, log if options.log_prompts else None)
-    limits = {"hosts": options.allowed_host, "origins": options.allowed_origin, "timeout": options.timeout}
-    return guard(app, scheduler, key=key, log=log, **limits), compile_all
+    return guard(app, scheduler, options, key=key, log=log), compile_all
 
 
 def make_log(write: Callable[[str], None], form: Literal["text", "json"] = "text") -> Callable[..., None]:
@@ -113,9 +110,11 @@ def make_log(write: Callable[[str], None], form: Literal["text", "json"] = "text
     return log
 
 
-def guard(app: Starlette, scheduler: Scheduler, *, origins: Sequence[str], **options: Any) -> ASGIApp:
-    """Return an application behind a `Guard`. Pages of the origins may use it, and "*" means all."""
-    guarded = Guard(app, scheduler, origins=origins, **options)
+def guard(
+    app: Starlette, scheduler: Scheduler, options: ServeOptions, *, key: str | None, log: Callable[..., None]
+) -> ASGIApp:
+    """Return an application behind a `Guard`. Pages of the allowed origins may use it, and "*" means all."""
+    guarded, origins = Guard(app, scheduler, options, key, log), options.allowed_origin
     allowed = {"allow_origins": origins, "allow_headers": ["*"], "expose_headers": ["x-request-id"]}
     return CORSMiddleware(guarded, allow_methods=["GET", "POST"], **allowed) if origins else guarded
 
@@ -182,26 +181,17 @@ class Guard:
     """ASGI middleware that checks each request, reads its body, and ends it if the client leaves or it takes too long."""
 
     def __init__(
-        self,
-        app: Starlette,
-        scheduler: Scheduler,
-        *,
-        log: Callable[..., None],
-        key: str | None,
-        hosts: Sequence[str],
-        origins: Sequence[str],
-        timeout: float,
+        self, app: Starlette, scheduler: Scheduler, options: ServeOptions, key: str | None, log: Callable[..., None]
     ):
         """Guard an application.
 
-        scheduler: its status and metrics are read. log: is given the fields of each request. key: the key that clients
-        must send. None lets everybody ask. hosts: further names by which the server may be called, apart from localhost
-        and addresses. origins: pages of these may use it. timeout: seconds for a whole request.
+        scheduler: its status and metrics are read. key: what clients must send. None lets everybody ask. log: is given
+        the fields of each request.
         """
-        self._app, self._key, self._timeout, self._origins = app, key, timeout, set(origins)
+        self._app, self._key, self._timeout, self._origins = app, key, options.timeout, set(options.allowed_origin)
         self._scheduler, self._metrics, self._log = scheduler, scheduler.metrics, log
         self._paths = {getattr(route, "path", "") for route in app.routes}  # the paths that the metrics tell apart
-        self._names = {"localhost", *(name.lower() for name in hosts)}
+        self._names = {"localhost", *(name.lower() for name in options.allowed_host)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request. Pass the application's start and end on."""

@@ -121,12 +121,13 @@ def faked(byte_run):
     """A function that starts a server over a fake engine: faked(engine, key=...) -> client, whose `engine` it is."""
     with contextlib.ExitStack() as stack:
 
-        def start(engine=None, *, run=byte_run, key=None, queue=4, hosts=(), origins=(), timeout=20.0, **naming):
-            engine = engine or FakeEngine()
-            scheduler, lines, requests = Scheduler(engine, fake_score, queue=queue, log=lambda line: None), [], []
-            app = make_app(Served(run, slots=engine.slots, queue=queue, **naming), scheduler, lines.append)
-            limits = {"hosts": hosts, "origins": origins, "timeout": timeout}
-            app = guard(app, scheduler, key=key, **limits, log=lambda **fields: requests.append(fields))
+        def start(engine=None, *, run=byte_run, key=None, **options):
+            engine, lines, requests = engine or FakeEngine(), [], []
+            options = ServeOptions(slots=engine.slots, **options)
+            served = Served(run, options)
+            scheduler = Scheduler(engine, fake_score, queue=served.queue, log=lambda line: None)
+            app = make_app(served, scheduler, lines.append)
+            app = guard(app, scheduler, options, key=key, log=lambda **fields: requests.append(fields))
             client = stack.enter_context(Client(app))
             client.requests, client.lines = requests, lines  # what the log has of each, and of prompts
             client.guard, client.engine, client.scheduler = app, engine, scheduler

@@ -129,12 +129,12 @@ def test_models_tokens_and_health(faked):
 
 
 def test_a_model_has_the_names_it_is_given(faked):
-    client = faked(names=["mine", "gpt-4o"])
+    client = faked(model_name=("mine", "gpt-4o"))
     assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["mine", "gpt-4o"]
     assert client.ask(prompt="a", model="gpt-4o").json()["model"] == "mine"
     refused(client.ask(prompt="a", model="tiny"), "model", status=404)
     refused(client.get("/v1/models/tiny"), "model", status=404)
-    anything = faked(any_name=True)
+    anything = faked(any_model=True)
     assert anything.ask(prompt="a", model="gpt-3.5-turbo").json()["model"] == "tiny"
     assert anything.get("/v1/models/gpt-3.5-turbo").json()["id"] == "gpt-3.5-turbo"
 

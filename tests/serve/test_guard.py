@@ -30,7 +30,7 @@ def test_a_key_is_needed_where_there_is_one(faked):
 
 def test_a_host_is_known_by_an_address_or_a_name(faked):
     """Any other name, made to point here, would make the server's pages those of another site."""
-    client = faked(hosts=["Mine", "GPT.Example.org"])
+    client = faked(allowed_host=("Mine", "GPT.Example.org"))
     for host in ("localhost", "localhost:8000", "127.0.0.1:1", "[::1]:8000", "192.168.1.5", "mine:80", "LOCALHOST"):
         assert client.get("/v1/models", headers={"host": host}).status_code == 200, host
     bad = ["evil.example:8000", "localhost.evil.example", "", "[::1", "[::1]evil", "mine:80.evil", "me@127.0.0.1"]
@@ -52,8 +52,8 @@ def test_pages_of_others_may_not_post(faked, origin):
 
 def test_pages_of_an_allowed_origin_may(faked):
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
-    for allowed, others in ((["http://localhost:3000"], 403), (["*"], 200)):
-        client = faked(key=KEY, origins=allowed)
+    for allowed, others in ((("http://localhost:3000",), 403), (("*",), 200)):
+        client = faked(key=KEY, allowed_origin=allowed)
         for origin, status in (("http://localhost:3000", 200), ("http://evil.example", others)):
             headers = {"origin": origin, "authorization": f"Bearer {KEY}"}
             response = client.post(TEXTS, json={"prompt": "a"}, headers=headers)
@@ -154,7 +154,7 @@ def test_who_leaves_while_waiting_leaves_the_queue(faked):
 
 
 def test_a_full_queue_answers_at_once(faked):
-    client = faked(FakeEngine(slots=2), queue=3)
+    client = faked(FakeEngine(slots=1))
     client.engine.gate.clear()
     threads = [threading.Thread(target=lambda: client.ask(prompt="a", max_tokens=8)) for _ in range(5)]
     for thread in threads:

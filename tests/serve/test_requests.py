@@ -58,7 +58,7 @@ WRONG = {
     | {
         "prompt": (
             *(True, {}, [], [[]], [0.5], [-1], [256], [HUGE], [1, "a"], None),
-            *(SURROGATE, ["a"] * 5, "a" * (BLOCK + 1), [1] * 100_000),
+            *(SURROGATE, ["a"] * 9, "a" * (BLOCK + 1), [1] * 100_000),
         ),
         "logprobs": (*NO_COUNT, 21),
         "echo": NO_FLAG,
