@@ -11,7 +11,7 @@ from scipy.optimize import minimize
 from jaxgpt.errors import Preempted, UserError
 from jaxgpt.runs.directory import write_metadata
 from tests.conftest import TEXT
-from tests.helpers import script, tiny_experiment
+from tests.helpers import replace_fields, script, tiny_experiment
 
 tool = script("scaling_laws")
 Law, Point, fit_law, resample_laws, make_plan = tool.Law, tool.Point, tool.fit_law, tool.resample_laws, tool.make_plan
@@ -48,7 +48,7 @@ def test_the_fit_reaches_the_minimum_of_lbfgs(seed, spread):
 def experiment(tmp_path_factory):
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text(TEXT * 72)
-    return tiny_experiment(text)
+    return replace_fields(tiny_experiment(text), model={"n_layer": 2})
 
 
 @pytest.fixture(autouse=True)
@@ -170,5 +170,5 @@ def test_sizes_have_heads_of_one_size_and_whole_dimensions(experiment):
     grouped = dataclasses.replace(experiment, model=model)
     assert tool.smallest_n_head(grouped) == 4
     wider = make_size(grouped, 12, 11).experiment.model
-    assert (wider.n_embd, wider.n_kv_head, wider.mlp_dim, wider.n_layer) == (48, 3, 72, 1)
+    assert (wider.n_embd, wider.n_kv_head, wider.mlp_dim, wider.n_layer) == (48, 3, 72, 2)
     assert wider.mup_base_width == 32 and wider.width_ratio == 32 / 48, "one learning rate for all widths"

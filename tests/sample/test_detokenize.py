@@ -1,13 +1,12 @@
 """Pieces of text: no character is split, no stop string is shown, and nothing is lost."""
 
 import contextlib
-import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer
+from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.sample.engine import Detokenizer, iter_text
 
@@ -56,46 +55,6 @@ def test_nothing_is_asked_for_after_a_stop():
     assert list(iter_text(BYTES, ids, ["."])) == ["one"] and next(ids) == b"two"
     with pytest.raises(UserError, match="a stop string is empty"):
         Detokenizer(BYTES, ["x", ""])
-
-
-SPACE = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-DECODERS = {  # the first two drop the space that a text begins with
-    "Llama 2": [
-        SPACE,
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-    ],
-    "Metaspace": [{"type": "ByteFallback"}, {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"}],
-    "Gemma": [SPACE, {"type": "ByteFallback"}, {"type": "Fuse"}],
-}
-
-
-def make_pieces(name):
-    """A tokenizer in the manner of SentencePiece's: pieces with their spaces, and bytes."""
-    pieces = ["<s>", "▁", "▁hello", "▁world", "▁cat", "cat", *(f"<0x{byte:02X}>" for byte in range(256))]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    decoder = {"type": "Sequence", "decoders": DECODERS[name]}
-    model = {"type": "BPE", "vocab": vocab, "merges": [], "byte_fallback": True}
-    begin = {"id": 0, "content": "<s>", "special": True}
-    begin |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return BPETokenizer(json.dumps({"version": "1.0", "added_tokens": [begin], "decoder": decoder, "model": model}))
-
-
-PROMPTS = ["", "<s> ▁hello", "▁hello " * 50, "<0xE4> <0xBD> <0xA0> " * 30 + "▁", "▁cat <0xC3> <0xA9>"]
-
-
-@pytest.mark.parametrize("name", DECODERS)
-@pytest.mark.parametrize("prompt", PROMPTS, ids=range(len(PROMPTS)))
-def test_a_completion_is_what_its_ids_add_to_the_text_of_the_prompt(name, prompt):
-    tokenizer = make_pieces(name)
-    spelled = "▁cat ▁cat cat ▁ ▁cat <0xE4> <0xBD> <0xA0> ▁hello"
-    ids_of = tokenizer.parts()["model"]["vocab"].__getitem__
-    before, ids = ([ids_of(piece) for piece in text.split()] for text in (prompt, spelled))
-    whole, start = tokenizer.decode(before + ids), tokenizer.decode(before)
-    assert whole.startswith(start)
-    for every in (1, 3, len(ids)):
-        assert "".join(told(tokenizer, ids, every=every, prompt=before)) == whole.removeprefix(start)
 
 
 def test_a_character_that_begins_in_the_prompt_is_not_lost():
