@@ -50,7 +50,7 @@ class Rollouts(RolloutConfig):
         asked.append(completion)
         if KILL == "in a rollout" and len(asked) == 20:
             die()
-            return completion.count(prompt[0]) / (1 + len(completion))
+        return completion.count(prompt[0]) / (1 + len(completion))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
