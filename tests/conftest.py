@@ -154,7 +154,7 @@ PEERS = (
     "post/test_trl_parity.py",
 )
 # What lies outside the package has slow tests, all but those of one file.
-OUTSIDE = {"zoo": "test_table.py", "post": "test_rollouts.py"}
+OUTSIDE = {"zoo": "", "post": "test_rollouts.py"}
 MAPS = 15_000  # of 65,530; without a bound a process of the slow tests came to 59,437
 MEMORY = 4 * 2**30  # bytes for each process of the tests; the largest seen took 3
 

@@ -9,6 +9,7 @@ import inspect
 import itertools
 import textwrap
 import types
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from jaxgpt.config.validate import check_value
@@ -75,9 +76,8 @@ def field_comments(cls: type) -> dict[str, str]:
     for base in reversed(cls.__mro__):
         if not inspect.get_annotations(base):
             continue
-        source, text, last = textwrap.dedent(inspect.getsource(base)), "", 0
-        lines = source.splitlines()
-        definition: Any = ast.parse(source).body[0]
+        source, definition = _find_definition(base)
+        lines, text, last = source.splitlines(), "", 0
         fields: list[Any] = [node for node in definition.body if isinstance(node, ast.AnnAssign)]
         for node in fields:
             beside = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
@@ -87,3 +87,13 @@ def field_comments(cls: type) -> dict[str, str]:
                 text = " ".join(" ".join(said).replace("#:", " ").replace("# ", " ").split())
             found[node.target.id], last = text, node.end_lineno
     return found
+
+
+def _find_definition(cls: type) -> tuple[str, ast.ClassDef]:
+    """Return a text that has the definition of a class, and the definition."""
+    try:
+        source = textwrap.dedent(inspect.getsource(cls))
+    except OSError:  # Python 3.13 forgets the line of a class whose `__module__` is set, as runs.code does
+        source = Path(inspect.getfile(cls)).read_text(encoding="utf-8")
+    classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+    return source, next(node for node in classes if node.name == cls.__name__)

@@ -11,10 +11,10 @@ from jaxgpt.experiment import TrainConfig
 from jaxgpt.layers.kernels.native import attention, build
 from jaxgpt.layers.kernels.native.attention import native_attention
 from jaxgpt.layers.kernels.native.build import why_not_native
-from jaxgpt.layers.kernels.native.product import native_product
 from jaxgpt.layers.kernels.plain import Scores, plain_attention
 from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.device import compute_options, find_kernel
+from jaxgpt.sample.quantize import native_product
 from tests.helpers import out_and_gradients
 
 EQUAL = dict(rtol=1e-5, atol=1e-5)

@@ -120,11 +120,11 @@ def _read_collective(x: Instruction, within: str, devices: int) -> Collective | 
     sizes = [_count_bytes(*array) for array in re.findall(r"([a-z]\w*)\[([\d,<=]*)\]", x.shape)]
     if kind in KINDS:
         group = _group(x.rest, devices)
-        if x.op == "all-gather-start":  # returns its operands before its results
-            sizes = sizes[len(sizes) // 2 :]
-        elif x.op == "collective-permute-start":
+        if x.op == "collective-permute-start":
             sizes = sizes[:1]
-        elif kind == "reduce-scatter":
+        elif x.op == "all-gather-start" or x.shape.startswith("(("):  # it returns its operands before its results
+            sizes = sizes[len(sizes) // 2 :]
+        if kind == "reduce-scatter":
             sizes = [len(group) * size for size in sizes]
         # A TPU fuses an all-reduce with the slice that each device keeps. On the links it is a reduce-scatter.
         kind = "reduce-scatter" if "all-reduce-scatter" in within else kind
