@@ -9,7 +9,6 @@ import pytest
 
 from jaxgpt.data.dataset import DataConfig, open_data
 from tests.helpers import make_model, recorded_run
-from tests.sample.test_detokenize import make_pieces
 from tests.serve.conftest import BLOCK, CHAT, HELLO, FakeEngine
 
 PROMPTS = ["In a village", "x", "the lance-rack, an old buckler, a lean hack", "né"]
@@ -36,7 +35,16 @@ def test_a_seed_gives_the_text_of_sample(real, byte_run):
 
 def test_a_completion_begins_with_its_space_where_tokens_have_theirs_before_them(faked, text_file, tmp_path):
     """As in Llama 2's and Mistral's vocabularies, whose decoders drop the first space of a text."""
-    (tmp_path / "tokenizer.json").write_text(make_pieces("Llama 2").to_json())
+    pieces = ["<s>", "▁", "▁hello", "▁world", "▁cat", "cat", *(f"<0x{byte:02X}>" for byte in range(256))]
+    spaces = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    decoder = {"type": "Sequence", "decoders": [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]}
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    model = {"type": "BPE", "vocab": vocab, "merges": [], "byte_fallback": True}
+    begin = {"id": 0, "content": "<s>", "special": True}
+    begin |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    parts = {"version": "1.0", "added_tokens": [begin], "decoder": decoder, "model": model}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(parts))
     config = DataConfig(path=str(text_file), tokenizer=str(tmp_path / "tokenizer.json"))
     run = recorded_run(tmp_path / "run", config, open_data(config, block_size=96), block_size=96)
     run = dataclasses.replace(run, params=make_model(run.model.config)[1]).for_decoding()
