@@ -94,6 +94,7 @@ def generate_greedily(model, params, prompt):
     return made.tokens[0], np.array(made.logprobs[0])
 
 
+@pytest.mark.slow
 @quick(["gqa", "sandwich"], default="gqa")
 def test_text_is_generated_under_an_intervention(name):
     """Cached decoding gives the tokens of whole forward passes under the same edits."""

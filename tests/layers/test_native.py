@@ -77,6 +77,7 @@ def test_the_product_of_integers_is_exact(F, D, U):
     np.testing.assert_array_equal(jax.jit(native_product)(values_FD, x_UD), expected)
 
 
+@pytest.mark.slow
 def test_it_is_built_once(monkeypatch, tmp_path):
     """And where it cannot be, one line says why, and only to whoever asks for it."""
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))

@@ -65,6 +65,7 @@ def logged(directory):
 H200S = {"strategy": "mesh", "data": 1, "fsdp": 8, "micro_batch_size": 64}
 
 
+@pytest.mark.slow
 def test_a_run_of_another_kernel_is_used_as_ever(trained, moved):
     """The model is the one that a run of this device has; one of 16 bits is used in them."""
     run = moved(train={"attention": "cudnn"}, parallel=H200S)

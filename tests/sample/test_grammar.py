@@ -149,6 +149,7 @@ def test_a_batch_follows_one_grammar_until_it_is_cut(model, monkeypatch):
     assert cut.tokens == [row[:20] for row in found.tokens]
 
 
+@pytest.mark.slow
 def test_others_in_the_batch_are_not_touched(model):
     """Their tokens are those that they have alone, in bursts, to the bit."""
     grammar, sampling = compile_grammar(ByteTokenizer(), regex="[ab]{20}"), Sampling(temperature=0.9, top_k=40)

@@ -108,7 +108,7 @@ GREEDY = """([prompts, length]) => prompts.map((prompt) => {
 READ = "(tokens) => { engine.tokens.length = 0; tokens.forEach((token) => engine.step(token)); }"
 
 
-QUICK = ("gemma",)
+QUICK = ("quickstart",)
 
 
 @pytest.mark.parametrize(
@@ -285,6 +285,7 @@ def bits_of(run, text, edits=()):
 ROUNDED = dict(rtol=0.01, atol=0.001)  # three digits
 
 
+@pytest.mark.slow
 def test_sections_follow_the_text_and_the_switches(typed):
     run, page = typed
     text = "a" + SCRIPT
