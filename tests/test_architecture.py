@@ -201,10 +201,10 @@ BUDGET = {
     "cli": 1_314,  # with the conversation in a terminal, which tools paid for
     "tools": 3_705,
     "all of jaxgpt": 21_775,
-    "tests": 21_838,
+    "tests": 21_851,
 }
 # Nodes of Python's syntax tree, which no formatting changes: lines alone became dense.
-NODES = {"all of jaxgpt": 179_710, "tests": 199_600}
+NODES = {"all of jaxgpt": 179_710, "tests": 199_777}
 FILES = 121  # of the package
 
 
