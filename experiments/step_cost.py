@@ -65,7 +65,7 @@ class Point:
     width: int
     context: int
     batch: int
-    flops: float = 0.0  # of one step, by the reference's formula
+    flops: float = 0.0  # FLOPs of one step, by the formula of the reference
     memory: int = 0  # bytes, as estimated by the compiler
     peak: int | None = None  # bytes, measured; None: unknown
     seconds: float = 0.0  # per step, median of the rounds

@@ -28,7 +28,7 @@ A, B = "lora_a", "lora_b"  # names of an adapter's matrices in the parameters
 SCALE = "kernel_scale"
 GROUP = 64  # inputs that have a scale together in 4 bits, or the greatest common divisor of this and D
 # The 16 values of NF4, which are quantiles of a normal distribution (Dettmers et al. 2023, arXiv:2305.14314, appendix E).
-# On the kernels of SmolLM2-135M their error is 9.3% (root mean square), and that of 15 equal steps 11.3%.
+# On the kernels of SmolLM2-135M their error is 9.3% (root mean square), where 15 equal steps have 11.3%.
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
     *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),

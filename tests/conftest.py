@@ -153,7 +153,7 @@ PEERS = (
     *(f"zoo/test_{name}.py" for name in ("alibi", "differential_attention", "import_hf", "qwen3_next")),
     "post/test_trl_parity.py",
 )
-# What lies outside the package has slow tests, all but those of one file.
+# Tests of what lies outside the package are slow, apart from one file of a folder.
 OUTSIDE = {"zoo": "", "post": "test_rollouts.py"}
 MAPS = 15_000  # of 65,530; without a bound a process of the slow tests came to 59,437
 MEMORY = 4 * 2**30  # bytes for each process of the tests; the largest seen took 3

@@ -29,7 +29,7 @@ def find_run_of(name: str) -> str:
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     digest = hashlib.sha256(repr(state).encode()).hexdigest()[:12]
-    run = cache_directory() / "models" / f"{path.stem}-{digest}"
+    run = cache_directory() / "models" / f"{path.name}-{digest}"
     if not is_run(run):
         say(f"importing {name} into {run}, once")
         configure_jax()

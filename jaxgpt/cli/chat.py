@@ -22,7 +22,7 @@ from jaxgpt.sample.programs import cache_columns
 
 CONTEXT = 4096  # tokens: a longer context takes memory that few conversations need
 PREFIX_BYTES = 2**30  # bytes of host memory for the keys and values of earlier turns
-EVERY = 4  # tokens that are shown together, of which a burst on a CPU has this many in 0.1 s
+EVERY = 4  # tokens that are drawn before they are shown and Ctrl-C is looked at
 HELP = """\
 /system TEXT   begin anew with another system prompt
 /regenerate    answer the last turn again
@@ -74,7 +74,7 @@ def chat(
             continue
         except EOFError:
             return
-        if line in ("/exit", "/quit"):
+        if line == "/exit":
             return
         try:
             if obey(conversation, line):
@@ -90,6 +90,7 @@ def obey(conversation: Conversation, line: str) -> bool:
     if not line.startswith("/"):
         if line:
             messages.append({"role": "user", "content": line})
+            conversation.tries = 0
         return bool(line)
     if word == "/regenerate":
         if not messages or messages[-1]["role"] != "assistant":
@@ -148,7 +149,6 @@ class Conversation:
             vocab_size=run.tokenizer.vocab_size,
             cache_dtype=cache_dtype,
             columns=cache_columns(run.model, context),
-            max_stops=max(len(self._stop_tokens), 1),
             prefix_bytes=PREFIX_BYTES,
         )
         self.begin(system)

@@ -401,7 +401,7 @@ def read_config(values: Json, tensors: dict[str, Tensor]) -> tuple[Family, GPTCo
 def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
     """Return (fields, tensors by name) of an untrusted file, or of all parts of one that is split.
 
-    Arguments and errors: see `_read_part`. The fields are those of the first part.
+    Arguments and errors: see `_read_part`. The first part has the fields.
     """
     found = SPLIT.fullmatch(path.name)
     if found is None:

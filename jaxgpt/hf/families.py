@@ -76,10 +76,8 @@ SANDWICH = {
 }
 
 
-MATRICES = {
-    **{"attn/q": "self_attn.q_proj", "attn/k": "self_attn.k_proj", "attn/v": "self_attn.v_proj"},
-    **{"mlp/c_gate": "mlp.gate_proj", "mlp/c_fc": "mlp.up_proj"},
-}
+MATRICES = {"attn/q": "self_attn.q_proj", "attn/k": "self_attn.k_proj", "attn/v": "self_attn.v_proj"}
+MATRICES |= {"mlp/c_gate": "mlp.gate_proj", "mlp/c_fc": "mlp.up_proj"}
 JOINED = {"attn/qkv": "self_attn.qkv_proj", "mlp/gate_up": "mlp.gate_up_proj"}
 
 

@@ -212,7 +212,7 @@ def find_spec(names: tuple[str, ...], ndim: int, config: GPTConfig) -> P | None:
         spec = P(spec[0], None)
     elif names[-1] == "lora_b":
         spec = P(None, spec[1])
-    elif names[-1] == "kernel_scale" and ndim - (names[0] == "h") == 1:  # of int8: those of int4 have the kernel's axes
+    elif names[-1] == "kernel_scale" and ndim - (names[0] == "h") == 1:  # int4 has scales with the kernel's axes
         spec = P(spec[1])
     stacked = ndim - len(spec)  # scan_layers stacks blocks, and all devices run the same one at a time
     return P(*[None] * stacked, *spec) if stacked >= 0 else None

@@ -73,7 +73,7 @@ def collect(path: Path) -> Files:
 
 
 def _imports(raw: bytes) -> Iterator[str]:
-    """Yield the top names of the modules that a file imports, "" for those of its package."""
+    """Yield the top names of the modules that a file imports, "" for a relative import."""
     try:
         tree = ast.parse(raw)
     except (SyntaxError, ValueError):  # reported when it is run
@@ -217,7 +217,7 @@ def own_classes(config: Any) -> Iterator[type]:
 
 def keep_code(directory: Path, files: Files) -> None:
     """Write the code that a user trains with into a run directory, and trust it from now on."""
-    shutil.rmtree(directory / FOLDER, ignore_errors=True)  # of a run that was killed as it began
+    shutil.rmtree(directory / FOLDER, ignore_errors=True)  # left by a run that was killed as it began
     _write(files, directory / FOLDER)
     make_cache(_trusted())
     (_trusted() / json_sha256(digests_of(files))).touch()

@@ -229,7 +229,7 @@ class Served:
     """A run as it is served, with its limits. Any thread may call its methods."""
 
     def __init__(self, run: Run, options: ServeOptions):
-        """Fix the defaults. The first name is that of answers."""
+        """Fix the defaults. The first name is for answers."""
         self.run, self.slots, self._any_name = run, options.slots, options.any_model
         self.queue = QUEUE * options.slots  # rows that may wait
         self.names = options.model_name or (run.directory.resolve().name,)

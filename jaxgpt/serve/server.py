@@ -234,9 +234,8 @@ class Guard:
     def _check(self, scope: Scope) -> None:
         """Raise `RequestError` for a request from a host or an origin that is not allowed, or without the key."""
         headers = Headers(scope=scope)
-        if (
-            "content-length" in headers and "transfer-encoding" in headers
-        ):  # a proxy may find another end of the request
+        # A proxy may find another end of such a request.
+        if "content-length" in headers and "transfer-encoding" in headers:
             raise RequestError("Content-Length and Transfer-Encoding together: needs one of them")
         host, origin = headers.get("host", "").lower(), headers.get("origin")
         if not self._is_known(host):

@@ -318,7 +318,7 @@ def _list_facts(run: Run) -> list[str]:
     experiment, metadata, tokenizer = run.experiment, run.metadata, run.tokenizer
     train, lora, data = experiment.train, experiment.lora, metadata.data
     if metadata.imported:
-        return [f"The weights are those of `{_hide_folders(str(metadata.imported.get('from')))}`, unchanged"]
+        return [f"The weights of `{_hide_folders(str(metadata.imported.get('from')))}`, unchanged"]
     facts = []
     if train.init_from is not None:
         adapted = f", by adapters of rank {lora.rank} for {', '.join(lora.targets)}, merged in" if lora.rank else ""

@@ -249,7 +249,7 @@ def sweep(
     if is_run(directory):
         raise UserError(f"{directory} is a run and not a sweep: name another directory with --run-dir")
     total = sum(r.trials * len(r.seeds) * r.steps for r in rounds)
-    say(f"{total:,} steps, {total / experiment.train.steps:.1f} times those of one full run")
+    say(f"{total:,} steps, {total / experiment.train.steps:.1f} times the steps of one full run")
     for r, current in enumerate(rounds):
         grid = []
         for run_seed, trial in itertools.product(current.seeds, alive):

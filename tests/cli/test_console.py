@@ -1,4 +1,4 @@
-"""What the command line says, and where: on streams that are closed, full or of ASCII alone, and to a shell."""
+"""What the command line prints to streams that are closed, full or ASCII only, and to a shell."""
 
 import dataclasses
 import io
