@@ -141,7 +141,7 @@ def test_the_best_point_wins_with_seeds_that_chose_nothing(swept):
     full = [experiment.train.seed for _, experiment in runs if experiment.train.steps == 600]
     assert sorted(full) == [8, 8, 8, 9, 9, 9, 10, 10, 10]
     assert len({directory for directory, _ in runs}) == len(runs) == 36 and len(said) == 37
-    assert said[0] == "8,120 steps, 13.5 times those of one full run"
+    assert said[0] == "8,120 steps, 13.5 times the steps of one full run"
 
 
 def test_an_interrupted_sweep_ends_as_another(swept, tmp_path):
