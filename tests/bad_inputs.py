@@ -58,6 +58,12 @@ TABLE = {
         "runs/tiny --prompt a --temperature -1": "temperature=-1.0",
         "runs/tiny --prompt 漢字": "'字' (U+5B57), '漢' (U+6F22)",
     },
+    "chat ": {
+        "models/cut.gguf": "models/cut.gguf is damaged within its header",
+        "models/part-00001-of-00002.gguf": "needs part-00002-of-00002.gguf beside it: it is one of 2 parts",
+        "models/pickled": "has only pickled weights (pytorch_model.bin), which could run any code",
+        "runs/tiny --context 0": "context=0",
+    },
     "evaluate ": {"runs/tiny --data /dev/zero": "/dev/zero is a device"},
     "export runs/tiny ": {"--to hf --out 'with a file'": "with a file exists and is not empty"},
     "import --run-dir new ": {

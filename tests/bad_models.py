@@ -1,6 +1,7 @@
-"""Damaged models in Hugging Face's format, part of the directory in which the table of bad inputs runs."""
+"""Damaged models in Hugging Face's format and in GGUF, part of the directory in which the table of bad inputs runs."""
 
 import json
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -36,3 +37,5 @@ def prepare_models(root: Path) -> None:
     (root / "enormous/model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(64))
     index = {"weight_map": {"transformer.wte.weight": "../good/model.safetensors"}}
     (root / "index_dots/model.safetensors.index.json").write_text(json.dumps(index))
+    for name in ("cut.gguf", "part-00001-of-00002.gguf"):
+        (root / name).write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0))

@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxgpt.config.serialize import from_dict, to_dict
-from jaxgpt.config.validate import NonNegativeInt, PositiveInt, Size, check_fields, check_value, short, short_repr
+from jaxgpt.config.serialize import Checked, from_dict, to_dict
+from jaxgpt.config.validate import NonNegativeInt, PositiveInt, Size, check_value, short, short_repr
 from jaxgpt.errors import UserError, reason_of, shell_line
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import is_there, json_sha256, read_json, write_whole
@@ -121,7 +121,7 @@ def is_training(directory: Path) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Origin:
+class Origin(Checked):
     """The pretrained weights that a run started from, named by `train.init_from`."""
 
     directory: str  # where the weights were
@@ -129,24 +129,18 @@ class Origin:
     sha256: str  # SHA-256 of the weights: see `pretrained.Weights`
     model: GPTConfig  # the architecture of the weights, with the fields that the experiment decides
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Intervals:
+class Intervals(Checked):
     """The steps between logged lines and between validations, which may change on a resume."""
 
     after: NonNegativeInt  # steps taken when the session began
     log_every: PositiveInt
     eval_every: PositiveInt
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunMetadata:
+class RunMetadata(Checked):
     """The content of `experiment.json`."""
 
     directory: Path  # the run directory
@@ -164,7 +158,7 @@ class RunMetadata:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if (self.given.train.init_from is None) != (self.origin is None):
             raise UserError(f"train.init_from={self.given.train.init_from}, but origin {short(self.origin)}")
         assert self.model.vocab_size == self.vocab_size  # checks the vocabulary with the architecture

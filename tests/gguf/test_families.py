@@ -1,11 +1,14 @@
 """Models become files that the gguf package reads, and come back with the same parameters."""
 
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
 from flax import traverse_util
 
 import jaxgpt
+from jaxgpt.cli.main import bind_command
 from jaxgpt.data.template import CHATML, Jinja
 from jaxgpt.data.tokenizer import ByteTokenizer, train_bpe
 from jaxgpt.errors import UserError
@@ -13,7 +16,7 @@ from jaxgpt.gguf.file import FAMILIES, open_gguf, to_gguf, write_fields, write_g
 from jaxgpt.gguf.tokenizers import tokenizer_fields
 from jaxgpt.hf.families import FAMILIES as HF_FAMILIES
 from jaxgpt.hf.family import canonical_form
-from jaxgpt.hf.weights import read_params, shapes_of
+from jaxgpt.hf.weights import hold, read_params, shapes_of
 from jaxgpt.tools.convert import export_gguf, import_model
 from tests.conftest import TEXT
 from tests.hf.peers import BODY, GPT2, LLAMA3, NEOX, SHAPES
@@ -205,3 +208,17 @@ def test_a_file_becomes_a_run_with_its_template_and_ends_and_the_run_the_same_fi
     assert isinstance(template, Jinja) and template.source == CHATML.jinja()
     assert run.prompt_format.stop_tokens(False) == [run.tokenizer.end_of_text, 7]
     assert (run.params["wte"]["embedding"].dtype, run.params["ln_f"]["scale"].dtype) == (np.float16, np.float32)
+
+
+def test_a_file_is_used_as_a_run_is(tmp_path, monkeypatch, capsys):
+    """It is imported by the first command, into the cache."""
+    fields, tensors = model_parts("qwen3")
+    fields |= tokenizer_fields(train_bpe([TEXT], 258), 260, chat_template=None, ends=())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "cache"))
+    write_gguf(Path("m.gguf"), fields, {name: hold(x.read() / 8) for name, x in tensors.items()}, "q8_0")
+    Path("text.txt").write_text(TEXT)
+    for line in ("evaluate m.gguf --data text.txt", "xray m.gguf --prompt lance", "page m.gguf --out m.html"):
+        bind_command(*line.split())()
+    assert capsys.readouterr().err.count("importing m.gguf into ") == 1
+    assert Path("m.html").stat().st_size > 10_000

@@ -79,13 +79,6 @@ def planned(experiment: Any, vocab_size: int, topology: str | None) -> dict[str,
     return make_plan(experiment, vocab_size, topology=topology).to_json()
 
 
-def speculative_page() -> Any:
-    sys.path.append(str(REPOSITORY / "experiments"))
-    import speculative
-
-    return speculative
-
-
 # Texts
 
 
@@ -147,7 +140,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 MESH = dict(strategy="mesh")
 RUNS: dict[str, dict[str, Any]] = {
     **{family: {"model": model} for family, model in FAMILIES.items()},
-    "draft": {"model": {"n_layer": 1, "n_embd": 16}, "train": {"seed": 3}},
     "none": {"model": {"position": "none", "activation": "relu2", "residual_init": "zero"}},
     "sinusoidal": {"model": {"position": "sinusoidal", "activation": "geglu", "logit_softcap": 5.0}},
     "accumulate": {"parallel": {"micro_batch_size": 2}},
@@ -213,7 +205,7 @@ def case(name: str, process: str | int = "1") -> Callable[[Callable[[], Any]], C
 
 def process_of(name: str) -> str:
     """Where one of RUNS is trained."""
-    return str(RUNS[name].get("devices", "1" if name in FAMILIES or name == "draft" else "1b"))
+    return str(RUNS[name].get("devices", "1" if name in FAMILIES else "1b"))
 
 
 def experiment(name: str, *, vocab_size: int | None = None) -> Any:
@@ -401,24 +393,6 @@ def _stream() -> Any:
     decoder = jaxgpt.for_decoding(run.model, run.params)
     decoding = jaxgpt.Decoding(max_new_tokens=40)
     return list(jaxgpt.stream(*decoder, _ids(run), decoding, key=jax.random.key(2), every=7))
-
-
-@case("sample.speculate")
-def _speculate() -> Any:
-    page = speculative_page()
-    found: dict[str, Any] = {}
-    for name, how in {"drawn": {}, "greedy": {"greedy": True}, "penalty": {"repetition_penalty": 1.2}}.items():
-        run, draft = trained("llama"), trained("draft")
-        news = page.speculate(
-            *jaxgpt.for_decoding(run.model, run.params),
-            *jaxgpt.for_decoding(draft.model, draft.params),
-            _ids(run)[2],
-            jaxgpt.Decoding(max_new_tokens=32, sampling=jaxgpt.Sampling(**how)),
-            key=jax.random.key(4),
-            every=8,
-        )
-        found[name] = list(news)
-    return found | {"text": page.sample(run, draft, ["The ", "The "], max_new_tokens=20, seed=1)}
 
 
 @case("sample.chat", "1b")
