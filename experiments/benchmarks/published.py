@@ -26,6 +26,9 @@ from processor import describe_processor
 PROMPT = "The capital of France is"
 LENGTH, NEW, THREADS = 64, 64, 2
 IDS = [*range(1000, 1000 + LENGTH)]
+READ = (
+    "import sys, pathlib, jaxgpt.gguf.file as f; [x.read() for x in f.read_gguf(pathlib.Path(sys.argv[1]))[1].values()]"
+)
 SAMPLE = ("sample", "--prompt", PROMPT, "--max-new-tokens", "1", "--greedy")
 
 
@@ -132,7 +135,11 @@ def compare(file: Path, place: Path, options: argparse.Namespace) -> None:
     """Import and export a file, measure all systems, and print what they took."""
     ours, cache = [sys.executable, "-m", "jaxgpt"], {"JAXGPT_CACHE": str(place / "cache")}
     run, folder = str(place / "run"), str(place / "folder")
-    took = {"import": [run_process([*ours, "import", str(file), "--run-dir", run], **cache)[:2]]}
+    took: dict[str, list[tuple[float, float]]] = {"reading and dequantising": [], "import": []}
+    for number in range(options.rounds):
+        took["reading and dequantising"].append(run_process([sys.executable, "-c", READ, str(file)])[:2])
+        where = run if not number else f"{run}-{number}"
+        took["import"].append(run_process([*ours, "import", str(file), "--run-dir", where], **cache)[:2])
     systems = [(sys.executable, "jaxgpt", run, kind) for kind in ("float32", "bfloat16", "int8")]
     if options.transformers:
         run_process([*ours, "export", run, "--to", "hf", "--out", folder])
@@ -157,7 +164,7 @@ def compare(file: Path, place: Path, options: argparse.Namespace) -> None:
                 took.setdefault(name, []).append(run_process([*measure, "start"])[:2])
             speeds.setdefault(name, []).append(float(run_process([*measure, "decode"], **cache)[2].splitlines()[-1]))
 
-    print(f"{describe_processor()}\n\n| from the command to the first token | s by the clock | s of processor time |")
+    print(f"{describe_processor()}\n\n| process | s by the clock | s of processor time |")
     print("|---|---|---|")
     for name, pairs in took.items():
         cells = (f"{statistics.median(x):.1f} ({min(x):.1f} to {max(x):.1f})" for x in zip(*pairs, strict=True))

@@ -210,15 +210,14 @@ def test_a_file_becomes_a_run_with_its_template_and_ends_and_the_run_the_same_fi
     assert (run.params["wte"]["embedding"].dtype, run.params["ln_f"]["scale"].dtype) == (np.float16, np.float32)
 
 
-def test_a_file_is_used_as_a_run_is(tmp_path, monkeypatch, capsys):
+def test_a_file_is_used_as_a_run_is(tmp_path, text_file, monkeypatch, capsys):
     """It is imported by the first command, into the cache."""
     fields, tensors = model_parts("qwen3")
     fields |= tokenizer_fields(train_bpe([TEXT], 258), 260, chat_template=None, ends=())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "cache"))
     write_gguf(Path("m.gguf"), fields, {name: hold(x.read() / 8) for name, x in tensors.items()}, "q8_0")
-    Path("text.txt").write_text(TEXT)
-    for line in ("evaluate m.gguf --data text.txt", "xray m.gguf --prompt lance", "page m.gguf --out m.html"):
+    for line in (f"evaluate m.gguf --data {text_file}", "xray m.gguf --prompt lance", "page m.gguf --out m.html"):
         bind_command(*line.split())()
     assert capsys.readouterr().err.count("importing m.gguf into ") == 1
     assert Path("m.html").stat().st_size > 10_000

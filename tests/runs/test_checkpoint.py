@@ -40,10 +40,10 @@ def new_state(params, optimizer, step):
     return TrainState(jax.numpy.int32(step), params, optimizer.init(params), **counters)
 
 
-def save(directory, steps, losses=(), **policy):
+def save(directory, steps, losses=(), size=16, **policy):
     checkpoints = Checkpoints(directory, **policy)
     for step, loss in zip(steps, [*losses, *[None] * len(steps)], strict=False):
-        checkpoints.save(small_state(step), step, loss)
+        checkpoints.save(small_state(step, size), step, loss)
     checkpoints.close()
     return checkpoints
 
@@ -98,11 +98,12 @@ def test_what_is_saved_is_what_is_read(tmp_path, monkeypatch, name):
     tmp_path /= name
     save(tmp_path.with_name("runs1" if name == "a*?" else "run1"), [1])
     monkeypatch.setattr("jaxgpt.runs.checkpoint.AT_ONCE", 0)  # less than an array has
-    checkpoints = save(tmp_path, [1, 2], keep_last=2)
+    checkpoints = save(tmp_path, [1, 2], keep_last=2, size=99)
     assert found(tmp_path) == (2, [])
-    chex.assert_trees_all_equal(checkpoints.restore(2, small_state(2)), small_state(2))
+    chex.assert_trees_all_equal(checkpoints.restore(2, small_state(2, 99)), small_state(2, 99))
     about = checkpoints.manifest(2)
-    assert about["step"] == 2 and about["jaxgpt"] and about["arrays"]["params"] == {"['a']['kernel']": "float32[16,16]"}
+    assert about["step"] == 2 and about["jaxgpt"] and about["arrays"]["params"] == {"['a']['kernel']": "float32[99,99]"}
+    assert sum(size for size, _ in about["files"].values()) > 3 * 99 * 99 * 4  # nothing is compressed, not even zeros
 
 
 @pytest.mark.parametrize("name", ["back\\slash", "not_utf_8_\udcff"])
