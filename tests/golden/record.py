@@ -73,7 +73,7 @@ def lowered_step(experiment: Any, devices: int) -> str:
     return make_trainer(experiment, jax.devices()[:devices]).lower().as_text()
 
 
-def planned(experiment: Any, vocab_size: int, topology: str | None) -> dict[str, Any]:
+def planned(experiment: Any, vocab_size: int, topology: str) -> dict[str, Any]:
     from jaxgpt.tools.plan.plan import make_plan
 
     return make_plan(experiment, vocab_size, topology=topology).to_json()
@@ -463,18 +463,14 @@ for _name in (*PROGRAMS, "mesh-fsdp", "mesh-mixed", "mesh-muon-scan"):
     case(f"hlo.{_name}", _devices)(functools.partial(_program, f"hlo-{_name}", _devices))
 
 
-def _plan(name: str, topology: str | None) -> dict[str, Any]:
-    """Its numbers, without those of this machine."""
-    found = planned(experiment(name), 64, topology)
-    here = () if topology else ("device", "available", "fits")
-    return {key: value.hex() if isinstance(value, float) else value for key, value in found.items() if key not in here}
+def _plan() -> dict[str, Any]:
+    found = planned(experiment("tpu"), 64, "v5e:2x2")
+    return {key: value.hex() if isinstance(value, float) else value for key, value in found.items()}
 
 
-case("plan.here")(functools.partial(_plan, "llama", None))
-case("plan.here-mesh", 8)(functools.partial(_plan, "mesh-mixed", None))
 if util.find_spec("libtpu") is not None:
     RUNS["tpu"] = {"model": LLAMA | {"n_head": 2}, "parallel": MESH | {"data": 2, "fsdp": 2}}
-    case("plan.tpu", "1b")(functools.partial(_plan, "tpu", "v5e:2x2"))
+    case("plan.tpu", "1b")(_plan)
 
 
 # Recording
