@@ -106,10 +106,7 @@ def _rounded_matmul(x_BTD: jax.Array, kernel: jax.Array, scale: jax.Array) -> ja
 
 
 def to_int4(kernel_DF: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (codes, scale): the nearest of `NF4` for each weight, two in a byte, [D / 2, F], and [D / G, F] in float32.
-
-    Matrices of stacked layers, [L, D, F], are rounded alike.
-    """
+    """Return (codes, scale): the nearest of `NF4` for each weight, two in a byte, [D / 2, F], and [D / G, F] in float32."""
     *layers, D, F = kernel_DF.shape
     if D % 2:
         raise UserError(f"lora.frozen=int4: needs an even number of inputs, and a matrix has {D}")
@@ -160,13 +157,8 @@ def thaw(params: dict) -> dict:
 
 def thawed_shapes(params: dict) -> dict:
     """Return the shapes of `thaw(params)`, with the shardings of `params`, which holds shapes."""
-    shapes = {}
-    for path, x in _flat(params).items():
-        if path[-1] != SCALE:
-            *first, F = x.shape
-            is_packed = path[-1] == "kernel" and x.dtype == jnp.uint8
-            shape = (*first[:-1], 2 * first[-1], F) if is_packed else x.shape
-            shapes[path] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=x.sharding)
+    frozen = _flat(params)
+    shapes = {path: x.update(sharding=frozen[path].sharding) for path, x in _flat(jax.eval_shape(thaw, params)).items()}
     return traverse_util.unflatten_dict(shapes)
 
 

@@ -83,19 +83,20 @@ class GPTConfig(Checked):
     activation: Literal["relu", "gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"] = "gelu_tanh"
     position: Literal["learned", "sinusoidal", "rope", "none"] = "learned"  # how the positions of tokens are encoded
     rope_theta: PositiveFloat = 10_000.0  # the longest wavelength of rope is 2 pi rope_theta tokens (arXiv:2104.09864)
-    # share of each head that rope rotates, from its first element on
-    rope_fraction: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    rope_fraction: Annotated[float, Interval(gt=0, le=1)] = 1.0  # share of a head that rope rotates, its first elements
     # how rope adapts to sequences longer than in pre-training. linear multiplies all wavelengths by rope_factor
-    # (arXiv:2306.15595), and llama3 only the long ones
-    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    # (arXiv:2306.15595), llama3 only the long ones, and longrope each by a number of its own (arXiv:2402.13753)
+    rope_scaling: Literal["none", "linear", "llama3", "longrope"] = "none"
     rope_factor: Annotated[float, Interval(ge=1)] = 1.0  # linear and llama3: factor of the wavelengths
     rope_low_freq_factor: PositiveFloat = 1.0  # llama3: wavelengths above rope_original_context / this are scaled
     rope_high_freq_factor: float = 4.0  # llama3: wavelengths below rope_original_context / this are kept
-    rope_original_context: Size = 8192  # llama3: length of the context in pre-training, in tokens
+    rope_original_context: Size = 8192  # llama3 and longrope: length of the context in pre-training, in tokens
+    rope_short_factors: tuple[float, ...] = ()  # longrope: factor of each pair, up to rope_original_context tokens
+    rope_long_factors: tuple[float, ...] = ()  # longrope: the same if block_size is longer
+    rope_magnitude: PositiveFloat = 1.0  # longrope: factor of rotated queries and keys
     sliding_window: Size | None = None  # tokens that a token attends to, with itself (arXiv:2004.05150). None means all
     global_every: Count | None = None  # every n-th layer attends to all tokens, not to a window. None means no layer
-    # rope_theta of the layers with a sliding window, to which rope_scaling does not apply. None means rope_theta
-    rope_local_theta: PositiveFloat | None = None
+    rope_local_theta: PositiveFloat | None = None  # rope_theta of layers with a window, unscaled. None means rope_theta
     qk_norm: bool = False  # apply RMSNorm to queries and keys before their product (arXiv:2302.05442)
     qk_norm_over: Literal["head", "heads"] = "head"  # qk_norm normalises each head, or all heads together, as in OLMo 2
     query_scale: PositiveFloat | None = None  # attention scores are divided by its square root. None means head_dim
@@ -127,12 +128,13 @@ class GPTConfig(Checked):
         head_dim = self.shape.head_dim
         turned = int(head_dim * self.rope_fraction)
         if self.position == "rope" and (turned % 2 or not turned):
-            source = f"n_embd={self.n_embd} / n_head={self.n_head}" if self.head_dim is None else "head_dim"
-            part = "" if self.rope_fraction == 1.0 else f", of which rope_fraction={self.rope_fraction} is {turned}"
-            raise UserError(f"head size {head_dim} ({source}){part}: rope turns pairs, so it must be even and not 0")
-        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
-        if high <= low:
-            raise UserError(f"rope_high_freq_factor={high}: needs more than rope_low_freq_factor={low}")
+            part = f"head size {head_dim} (head_dim, or n_embd / n_head), of which rope_fraction={self.rope_fraction}"
+            raise UserError(f"{part} is {turned}: rope turns pairs, so it must be even and not 0")
+        if self.rope_high_freq_factor <= self.rope_low_freq_factor:
+            raise UserError(f"rope_high_freq_factor={self.rope_high_freq_factor}: needs more than rope_low_freq_factor")
+        lengths = {len(self.rope_short_factors), len(self.rope_long_factors)}
+        if self.rope_scaling == "longrope" and lengths != {turned // 2}:
+            raise UserError(f"rope_short_factors and rope_long_factors: need {turned // 2} numbers each")
         if self.norm_offset and self.norm != "rmsnorm":
             raise UserError(f"norm_offset=True with norm={self.norm}: only rmsnorm has it")
         if self.parallel_residual and self.norm_position != "pre":
@@ -143,9 +145,8 @@ class GPTConfig(Checked):
             alike = "one compiled block runs all layers, which must be alike; take scan_layers=False"
             raise UserError(f"scan_layers=True with global_every={self.global_every}: {alike}")
         if self.mup_base_width is not None and (self.norm_position == "post" or self.scale_embeddings):
-            given = f"norm_position={self.norm_position}, scale_embeddings={self.scale_embeddings}"
-            needed = "needs a last norm (not post) and embeddings of one size (False)"
-            raise UserError(f"mup_base_width={self.mup_base_width} with {given}: {needed}")
+            needs = "needs another norm_position than post, and scale_embeddings=False"
+            raise UserError(f"mup_base_width={self.mup_base_width}: {needs}")
         if self.position == "sinusoidal" and self.n_embd % 2:
             raise UserError(f"n_embd={self.n_embd} is odd: sinusoidal positions are pairs, so it must be even")
 
@@ -276,7 +277,12 @@ class GPTConfig(Checked):
         if window is not None and self.rope_local_theta is not None:
             return Rope(size, self.rope_local_theta)
         scaled = (self.rope_factor, self.rope_low_freq_factor, self.rope_high_freq_factor, self.rope_original_context)
-        return Rope(size, self.rope_theta, self.rope_scaling, *scaled)
+        rope = Rope(size, self.rope_theta, self.rope_scaling, *scaled)
+        if self.rope_scaling != "longrope":
+            return rope
+        is_long = self.block_size > self.rope_original_context
+        divisors = self.rope_long_factors if is_long else self.rope_short_factors
+        return rope._replace(divisors=divisors, magnitude=self.rope_magnitude)
 
     def make_kernel_init(self, branches: int = 1) -> nn.initializers.Initializer:
         """Return the initialiser of matrices whose outputs are summed over some branches. For muP see `optim`."""

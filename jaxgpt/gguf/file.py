@@ -31,8 +31,10 @@ from jaxgpt.model import GPTConfig
 
 # The presence of these tensors tells a part of the configuration, so their names count as fields.
 OUTPUT, FREQUENCIES = "output.weight", "rope_freqs.weight"
+LONGROPE = {"rope_factors_short.weight": "rope_short_factors", "rope_factors_long.weight": "rope_long_factors"}
+ORIGINAL, MAGNITUDE = "rope.scaling.original_context_length", "rope.scaling.attn_factor"
+ROTATIONS = (FREQUENCIES, *LONGROPE)  # tensors that follow from the configuration
 QKV_BIAS, OUT_BIAS, UP_BIAS = "blk.0.attn_q.bias", "blk.0.attn_output.bias", "blk.0.ffn_up.bias"
-LARGEST_DEPTH = 512  # layers: llama.cpp's LLAMA_MAX_LAYERS
 FLOATS = ("epsilon", "freq_base", "freq_base_swa", "factor", "softcapping")  # endings of fields that are never integers
 SIZES = {"vocab_size": "vocab_size", "context_length": "block_size", "embedding_length": "n_embd"}
 SIZES |= {"block_count": "n_layer", "attention.head_count": "n_head", "feed_forward_length": "mlp_dim"}
@@ -75,14 +77,17 @@ def _write(name: str, c: GPTConfig) -> Json:
         values |= {"rope.freq_base": c.rope_theta, "rope.dimension_count": int((c.head_dim or 0) * c.rope_fraction)}
         if c.rope_scaling == "linear":
             values |= {"rope.scaling.type": "linear", "rope.scaling.factor": c.rope_factor}
+        if c.rope_scaling == "longrope" and name == "phi3":
+            values |= {key: hold(np.array(getattr(c, ours), np.float32)) for key, ours in LONGROPE.items()}
+            values |= {ORIGINAL: c.rope_original_context, MAGNITUDE: c.rope_magnitude}
     values[EPSILON[usual["norm"]]] = c.norm_eps
     if usual["norm"] == "rmsnorm":
-        values |= {"attention.head_count_kv": c.n_kv_head} | ({QKV_BIAS: True} if c.qkv_bias else {})
+        values |= {"attention.head_count_kv": c.n_kv_head, QKV_BIAS: c.qkv_bias or None}
     if name == "llama":
         if c.rope_scaling == "llama3":
             values |= {f"jaxgpt.{ours}": getattr(c, ours) for ours in SCALINGS["llama3"].values()}
-            values[FREQUENCIES] = _find_divisors(c)  # llama.cpp divides the angle of each pair by this tensor
-        values |= ({OUT_BIAS: True} if c.out_bias else {}) | ({UP_BIAS: True} if c.bias else {})
+            values[FREQUENCIES] = hold(_find_divisors(c))  # llama.cpp divides the angle of each pair by this tensor
+        values |= {OUT_BIAS: c.out_bias or None, UP_BIAS: c.bias or None}
     if name in WITH_HEAD_SIZE:
         values |= dict.fromkeys(("attention.key_length", "attention.value_length"), c.head_dim)
     if name in TIED_WITH_COPY:
@@ -119,12 +124,10 @@ def _read(name: str, values: Json) -> Json:
     head_size = check_count("n_embd", get("embedding_length")) // check_count("n_head", get("attention.head_count"))
     if name in WITH_HEAD_SIZE:
         head_size = ours["head_dim"] = check_count("head_dim", get("attention.key_length", head_size))
-        if get("attention.value_length", head_size) != head_size:
-            raise UserError(f"attention.value_length={short(values['attention.value_length'])}: needs {head_size}")
     if usual.get("position") == "rope":
         ours |= {"rope_theta": get("rope.freq_base", 10_000.0)} | _read_scaling(values, head_size)
         rotated = check_count("rope.dimension_count", get("rope.dimension_count", head_size))
-        if name == "gptneox":
+        if name in ("gptneox", "phi3"):
             ours["rope_fraction"] = rotated / max(head_size, 1)
         elif rotated != head_size:
             raise UserError(f"rope.dimension_count={rotated}: needs the head size, {head_size}")
@@ -161,6 +164,10 @@ def _read_scaling(values: Json, head_size: int) -> Json:
     found: Json = {}
     if factor is not None and kind != "none":
         found = {"rope_scaling": "linear", "rope_factor": factor}
+    if LONGROPE.keys() <= values.keys():
+        found = {ours: tuple(values[key].read().ravel()[:head_size].tolist()) for key, ours in LONGROPE.items()}
+        found |= {"rope_scaling": "longrope", "rope_magnitude": values.get(MAGNITUDE, 1.0)}
+        return found | {"rope_original_context": values.get(ORIGINAL)}
     if FREQUENCIES not in values:
         return found
     found = {"rope_scaling": "llama3"} | {x: values.get(f"jaxgpt.{x}") for x in SCALINGS["llama3"].values()}
@@ -212,7 +219,6 @@ def write_fields(family: Family, config: GPTConfig) -> dict[str, Any]:
     """
     values = family.write(config)
     try:
-        check_count("block_count", config.n_layer, 1, LARGEST_DEPTH)
         differs = find_differences(config, family.read(values))
     except UserError as e:
         differs = [f"this model: {e}"]
@@ -228,7 +234,7 @@ LARGEST_HEADER = 2**26  # bytes before the elements. Gemma 3's, with 262,144 tok
 SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")  # the name of a part, as gguf-split writes it
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # struct's codes
-KINDS = {"F32": (0, 0), "F16": (1, 1), "BF16": (30, 32), "Q8_0": (8, 7)}  # ggml's number, llama.cpp's of the file type
+FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7}  # llama.cpp's numbers
 NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}  # for users
 EMBEDDING, NORM = "token_embd.weight", "norm.weight"
 
@@ -256,15 +262,18 @@ def to_gguf(params: dict, config: GPTConfig, model_type: str) -> tuple[Json, dic
     values, tensors = write_fields(family, config), to_tensors(params, family, config)
     if "jaxgpt.tie_embeddings" in values:  # llama.cpp needs the output matrix of a tied model too
         tensors.setdefault(OUTPUT, tensors[EMBEDDING])
-    if FREQUENCIES in values:
-        tensors[FREQUENCIES] = hold(values[FREQUENCIES])
+    tensors |= {name: values[name] for name in ROTATIONS if name in values}
     prefixed = {key if key.startswith("jaxgpt.") else f"{family.model_type}.{key}": key for key in values}
     made: Json = {"general.architecture": family.model_type}
     made |= {name: values[key] for name, key in prefixed.items() if key not in tensors}
-    if config.norm_offset:
-        norms = {name: np.asarray(x.read(), np.float32) for name, x in tensors.items() if name.endswith(NORM)}
-        tensors |= {name: hold(x + 1) for name, x in norms.items()}
-    return made, tensors
+    return made, tensors | _shift_norms(tensors, config, 1)
+
+
+def _shift_norms(tensors: dict[str, Tensor], config: GPTConfig, by: int) -> dict[str, Tensor]:
+    """Return the norms of Gemma, whose parameters are 1 less than the scales in a file."""
+    if not config.norm_offset:
+        return {}
+    return {name: hold(np.asarray(x.read(), np.float32) + by) for name, x in tensors.items() if name.endswith(NORM)}
 
 
 def write_gguf(path: Path, fields: Mapping[str, Any], tensors: dict[str, Tensor], dtype: str | None = None) -> None:
@@ -283,7 +292,7 @@ def write_gguf(path: Path, fields: Mapping[str, Any], tensors: dict[str, Tensor]
     usual = tensors[EMBEDDING].kind if dtype is None else NAMES[dtype]
     writer, kinds = gguf.GGUFWriter(None, fields["general.architecture"]), gguf.GGUFValueType
     types = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
-    own = {"general.file_type": KINDS[usual][1], "general.quantization_version": gguf.GGML_QUANT_VERSION}
+    own = {"general.file_type": FILE_TYPES[usual], "general.quantization_version": gguf.GGML_QUANT_VERSION}
     for key, value in (own | dict(fields)).items():
         if isinstance(value, list):
             writer.add_key_value(key, value, kinds.ARRAY, (types | {int: kinds.INT32})[type(value[0])])
@@ -297,7 +306,7 @@ def write_gguf(path: Path, fields: Mapping[str, Any], tensors: dict[str, Tensor]
         elif kind == "Q8_0" and tensor.shape[-1] % 32:
             kind = "F16"
         stored_as[name], size = kind, _count_bytes(tensor.shape, kind)
-        number = gguf.GGMLQuantizationType(KINDS[kind][0])
+        number = gguf.GGMLQuantizationType[kind]
         writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), size, raw_dtype=number)
     with open_whole(path) as f, contextlib.closing(writer):
         writer.write_header_to_file(Path(f.name))  # opens the file again, by its temporary name
@@ -321,8 +330,6 @@ def _package() -> Any:
 
 def _count_bytes(shape: tuple[int, ...], kind: str) -> int:
     """Return the bytes of a tensor of a kind that ggml names. Raises `UserError` if a row is cut within a block."""
-    if kind in DTYPES:
-        return math.prod(shape) * DTYPES[kind].itemsize
     gguf = _package()
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     if not shape or shape[-1] % block:
@@ -345,12 +352,12 @@ def _read_elements(path: Path, shape: tuple[int, ...], kind: str, offset: int) -
 
 def _find_kind(number: int) -> str:
     """Return ggml's name of a dtype. Raises `UserError` if it cannot be read."""
-    if name := next((name for name in DTYPES if KINDS[name][0] == number), None):
-        return name
     gguf = _package()
     if number not in list(gguf.GGMLQuantizationType):
         raise UserError(f"has dtype {number} of ggml, which the gguf package does not know")
     kind = gguf.GGMLQuantizationType(number)
+    if kind.name in DTYPES:
+        return kind.name
     try:
         gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
     except NotImplementedError:
@@ -371,12 +378,10 @@ def open_gguf(path: Path, tokenizer: str | None = None) -> tuple[Source, Json]:
     values, tensors = read_gguf(path)
     try:
         family, config = read_config(values, tensors)
-        tensors.pop(FREQUENCIES, None)  # they follow from the fields
+        tensors = {name: x for name, x in tensors.items() if name not in ROTATIONS}
         if config.n_layer > len(tensors):  # it would take long to trace
             raise UserError(f"block_count={config.n_layer}, but there are {len(tensors)} tensors")
-        if config.norm_offset:  # Gemma's parameters are 1 less than the scales in a file
-            norms = {name: np.asarray(x.read(), np.float32) for name, x in tensors.items() if name.endswith(NORM)}
-            tensors |= {name: hold(x - 1) for name, x in norms.items()}
+        tensors |= _shift_norms(tensors, config, -1)
         check(tensors, family, config)
         if tokenizer is None:
             check_vocabulary(found := read_tokenizer(values), "the file", config)
@@ -415,7 +420,7 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
     wanted = values.get("split.tensors.count")
     if wanted != len(tensors):
         raise UserError(
-            f"{path}: its parts have {len(tensors)} tensors and the first says {short(wanted)}: download them again"
+            f"{path}: its parts have {len(tensors)} tensors, the first says {short(wanted)}: download again"
         )
     return values, tensors
 

@@ -20,14 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxgpt.config.validate import LARGEST_SIZE, check_count, short
-from jaxgpt.data.tokenizer import (
-    WORDS,
-    BPETokenizer,
-    ByteTokenizer,
-    CharTokenizer,
-    IdTokenizer,
-    Tokenizer,
-)
+from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.hf.source import list_byte_names, special_ids
 
@@ -168,7 +161,7 @@ def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
     fields: dict[str, Any]
     has_fallback, vocab = model["byte_fallback"], model["vocab"]
     names = [f"<0x{byte:02X}>" for byte in range(256)] if has_fallback else list_byte_names()
-    missing, harmless = {byte for byte, name in enumerate(names) if name not in vocab}, set()
+    missing = {byte for byte, name in enumerate(names) if name not in vocab}
     kinds = {i: (CONTROL if special[i] else USER_DEFINED) if i in special else NORMAL for i in tokens}
     if has_fallback:
         found = [spaced for n, p, spaced in SENTENCEPIECE if (n, p) == (normalizer, pre_tokenizer)]
@@ -193,12 +186,12 @@ def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
         if not known:
             _refuse(f"ignore_merges {model['ignore_merges']} and the pre-tokenizer {json.dumps(pre_tokenizer)[:400]}")
         if model["unk_token"] is None:  # both leave out a byte without a token, but other tokens merge across it in one
-            harmless = {*range(256)}
-            if cut := sorted(missing - NOT_IN_UTF8):
-                names = ", ".join(f"0x{byte:02X}" for byte in cut)
-                warnings.warn(f"texts with bytes that have no token ({names}) may be cut differently", stacklevel=3)
+            if missing - NOT_IN_UTF8:
+                found = ", ".join(f"0x{byte:02X}" for byte in sorted(missing - NOT_IN_UTF8))
+                warnings.warn(f"texts with bytes that have no token ({found}) may be cut differently", stacklevel=3)
+            missing.clear()
         fields = {"model": "gpt2", "pre": known[0], "merges": [f"{left} {right}" for left, right in merges]}
-    if missing - harmless:
+    if missing:
         _refuse(f"no tokens for {len(missing)} of the 256 bytes")
     if has_fallback:
         kinds |= dict.fromkeys((vocab[name] for name in names), BYTE)
@@ -220,11 +213,16 @@ def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
 def _check_merges(texts: list[str], merges: set[tuple[str, ...]], vocab: Mapping[str, int]) -> None:
     """Raise `UserError` if two neighbours make a token of `texts`, and not by a merge."""
     for text in texts:
-        if len(text) > LONGEST:  # all its cuts would be a square of that
-            raise UserError(f"the token {short(text)} has {len(text):,} characters: at most {LONGEST:,} are supported")
-        for pair in [(text[:cut], text[cut:]) for cut in range(1, len(text))]:
+        for pair in _cuts(text):
             if pair not in merges and all(len(part) == 1 or part in vocab for part in pair):
                 _refuse(f"byte fallback, and no merge of {short(pair[0])} and {short(pair[1])}")
+
+
+def _cuts(token: str) -> list[tuple[str, str]]:
+    """Return a token cut in two at every place. Raises `UserError` if it is too long: all cuts are a square of that."""
+    if len(token) > LONGEST:
+        raise UserError(f"the token {short(token)} has {len(token):,} characters: needs at most {LONGEST:,}")
+    return [(token[:cut], token[cut:]) for cut in range(1, len(token))]
 
 
 def _refuse(part: str) -> NoReturn:
@@ -309,10 +307,7 @@ def _sentencepiece_parts(
     scores = _read_list(fields, "scores", len(tokens), float)
     merges = []
     for token, i in vocab.items():
-        if len(token) > LONGEST:  # all its cuts would be a square of that
-            raise UserError(f"the token {short(token)} has {len(token):,} characters: needs at most {LONGEST:,}")
-        cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        merges += [(-scores[i], pair) for pair in cuts if pair[0] in vocab and pair[1] in vocab]
+        merges += [(-scores[i], pair) for pair in _cuts(token) if pair[0] in vocab and pair[1] in vocab]
     merges.sort(key=lambda merge: merge[0])
     unknown = check_count(f"{GGML}unknown_token_id", fields.get(GGML + "unknown_token_id", 0), 0, len(tokens) - 1)
     model = {

@@ -178,7 +178,7 @@ QWEN3 = llama_like(
 PHI3 = llama_like(
     "phi3",
     "Phi3ForCausalLM",
-    rope(),
+    rope(fraction="partial_rotary_factor"),
     SILU,
     always(qkv_bias=False, out_bias=False),
     fields(sliding_window=("sliding_window", None), dropout=("resid_pdrop", 0.0)),

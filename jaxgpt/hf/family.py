@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -170,6 +171,8 @@ SCALINGS: dict[str, dict[str, str]] = {
         "high_freq_factor": "rope_high_freq_factor",
         ORIGINAL: "rope_original_context",
     },
+    "longrope": {"short_factor": "rope_short_factors", "long_factor": "rope_long_factors"}
+    | {"attention_factor": "rope_magnitude", ORIGINAL: "rope_original_context"},
 }
 
 
@@ -190,7 +193,7 @@ def rope(
 
     def read(hf: Json) -> Json:
         older = _read_object(hf, "rope_scaling")
-        whole = _get(hf, fraction or FRACTION, 0.25 if fraction else 1.0)
+        whole = _get(hf, fraction or FRACTION, 0.25 if fraction == "rotary_pct" else 1.0)
         usual_values = {THETA: _get(hf, theta, usual), FRACTION: whole}
         if local is None:
             found = older or _read_object(hf, "rope_parameters")
@@ -232,16 +235,18 @@ def _read_object(hf: Json, key: str) -> Json:
 
 
 def _to_fields(hf: Json, rotation: Json, *, has_fraction: bool = False) -> Json:
-    """Return the fields of `GPTConfig` for a rotation with the keys of transformers 5.
-
-    has_fraction: whether heads may be rotated in part.
-    """
+    """Return the fields of `GPTConfig` for a rotation of transformers 5. has_fraction: heads may be turned in part."""
     kind = rotation.get("rope_type", "default")
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise UserError(f"rope_type={short(kind)}: needs one of {', '.join(SCALINGS)}")
     names = SCALINGS[kind]
     if ORIGINAL in names and hf.get(ORIGINAL) is not None:  # other types ignore it
         rotation = rotation | {ORIGINAL: hf[ORIGINAL]}
+    if kind == "longrope":
+        before = check_count(ORIGINAL, rotation.get(ORIGINAL), 2)
+        grown = max(1.0, check_count("context", hf.get("max_position_embeddings", before)) / before)
+        rotation = {"attention_factor": math.sqrt(1.0 + math.log(grown) / math.log(before))} | rotation
+        rotation |= {key: tuple(x) for key, x in rotation.items() if isinstance(x, list)}
     if missing := [name for name in names if name not in rotation]:
         raise UserError(f"its rope_scaling of type {kind} needs {', '.join(missing)} as well")
     if more := rotation.keys() - names.keys() - {"rope_type", THETA, FRACTION}:
@@ -386,7 +391,7 @@ BY_LAYER = ("sliding_window", "global_every")
 # Parts of the canonical form that are not fields, with the fields that decide them.
 PARTS = {
     "windows": BY_LAYER,
-    "rope": ("rope_theta", "rope_scaling", "rope_factor", "rope_local_theta"),
+    "rope": ("rope_theta", "rope_scaling", "rope_factor", "rope_local_theta", "rope_long_factors"),
     "rope_size": ("rope_fraction",),
 }
 
@@ -449,7 +454,9 @@ def canonical_form(config: GPTConfig) -> dict[str, Any]:
     form["windows"] = [c.window(i) for i in range(c.n_layer)]
     if c.position == "rope":
         scaling = "none" if c.rope_scaling == "linear" and c.rope_factor == 1.0 else c.rope_scaling
-        factors = () if scaling == "none" else (float(getattr(c, ours)) for ours in SCALINGS[scaling].values())
+        factors = (
+            () if scaling == "none" else (np.float32(getattr(c, ours)).tolist() for ours in SCALINGS[scaling].values())
+        )
         usual = (float(c.rope_theta), scaling, *factors)
         local = usual if c.rope_local_theta is None else (float(c.rope_local_theta), "none")
         form["rope_size"] = int(config.shape.head_dim * c.rope_fraction)

@@ -100,10 +100,8 @@ def open_source(name: str, tokenizer: str | None = None, *, downloads: bool = Tr
     directory = find_directory(name, downloads=downloads)
     path, adapter = directory / "config.json", directory / "adapter_config.json"
     if adapter.exists():
-        values = read_json(adapter, LARGEST_CONFIG)
-        base = short(values.get("base_model_name_or_path")) if isinstance(values, dict) else "a model"
         remedy = "Merge it by merge_and_unload of PEFT, and give what save_pretrained writes"
-        raise UserError(f"{directory} has an adapter of {base}, no whole model. {remedy}")
+        raise UserError(f"{directory} has an adapter, {adapter.name}, and no whole model. {remedy}")
     if not path.exists():
         raise UserError(f"{directory} has no config.json: give a directory that save_pretrained or a download made")
     hf = read_json(path, LARGEST_CONFIG)

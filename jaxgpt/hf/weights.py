@@ -121,16 +121,15 @@ def _find_file(directory: Path) -> Path:
     found = sorted({*directory.glob("*.safetensors")} - {directory / name for name in OTHERS})
     if (directory / ONE) in found:
         return directory / ONE
-    if len(found) == 1:
-        return found[0]
-    if found:
+    if len(found) > 1:
         many = f"{directory} has {len(found)} .safetensors files and no {INDEX}"
         raise UserError(f"{many}: download the index, or leave one file")
+    if found:
+        return found[0]
     if pickled := sorted(path.name for path in directory.iterdir() if PICKLES.fullmatch(path.name)):
         what = f"{directory} has only pickled weights ({pickled[0]}), which could run any code and are not read"
         raise UserError(f"{what}. If you trust them, load them in transformers, and save them by save_pretrained")
-    other = "".join(f" but {name}, whose tensors have other names" for name in OTHERS if (directory / name).exists())
-    raise UserError(f"{directory} has no .safetensors files{other}: download {ONE}, or {INDEX} and what it names")
+    raise UserError(f"{directory} has no {ONE}: download it, or {INDEX} and what it names")
 
 
 @functools.lru_cache(maxsize=4)  # one import asks several times, and tracing 48 layers takes seconds
@@ -323,13 +322,8 @@ def write_file(file: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def summarize_names(names: Iterable[str]) -> str:
-    """Join names of tensors. Names that differ only in the layer become one, such as "h.0-11.attn.bias"."""
-    layer, patterns = re.compile(r"(?<=\.)\d+(?=\.)"), {}
+    """Join names of tensors. Of those that differ only in the layer the first is named, and the others are counted."""
+    alike: dict[str, list[str]] = {}
     for name in sorted(names):
-        patterns.setdefault(layer.sub("*", name, count=1), []).extend(map(int, layer.findall(name)[:1]))
-    shown = []
-    for pattern, found in patterns.items():
-        is_range = len(found) > 1 and len(found) == max(found) - min(found) + 1
-        numbers = f"{min(found)}-{max(found)}" if is_range else ",".join(map(str, sorted(found)))
-        shown.append(pattern.replace("*", numbers, 1) if found else pattern)
-    return ", ".join(shown)
+        alike.setdefault(re.sub(r"\.\d+\.", ".*.", name, count=1), []).append(name)
+    return ", ".join(f"{x[0]} (and {len(x) - 1} like it)" if len(x) > 1 else x[0] for x in alike.values())

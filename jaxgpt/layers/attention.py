@@ -11,13 +11,7 @@ from flax import linen as nn
 from jax.typing import DTypeLike
 
 from jaxgpt.layers.kernels.cached import LayerCache, is_decoding
-from jaxgpt.layers.kernels.plain import (
-    AttentionFn,
-    Scores,
-    attention_weights,
-    find_visible,
-    plain_attention,
-)
+from jaxgpt.layers.kernels.plain import AttentionFn, Scores, attention_weights, find_visible, plain_attention
 from jaxgpt.layers.linear import INIT_STD, Dense
 from jaxgpt.layers.norm import RMSNorm
 from jaxgpt.layers.position import Rope, rope

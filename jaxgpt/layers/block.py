@@ -12,17 +12,13 @@ from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
 from jaxgpt.layers.linear import take_rows
 
 
-def _identity(value: Any) -> Any:
-    return value
-
-
 class ShardingHooks(NamedTuple):
     """Functions that shard a model's arrays over a mesh. The defaults do nothing."""
 
-    constrain: Callable[[jax.Array], jax.Array] = _identity  # x_BTD -> x_BTD with the batch's sharding
+    constrain: Callable[[jax.Array], jax.Array] = lambda x: x  # x_BTD -> x_BTD with the batch's sharding
     embed: Callable[[jax.Array, jax.Array], jax.Array] = take_rows  # (table_VD, tokens_BT) -> x_BTD
     # wraps a function (params, *arrays of B rows) -> sums over the rows, to sum each device's rows, then over devices
-    reduce_loss: Callable[[Callable], Callable] = _identity
+    reduce_loss: Callable[[Callable], Callable] = lambda x: x
 
 
 NO_SHARDING = ShardingHooks()  #: the functions of `ShardingHooks` that do nothing

@@ -18,7 +18,6 @@ def _dot_general(x, kernel, dimension_numbers, precision=None, preferred_element
     XLA on CPU runs the gradient of a product over three axes almost twice as slowly as over two: an MLP's
     7.3 ms against 3.9 ms at B=12, T=64, D=128. On GPU and TPU the two are the same program.
     """
-    assert dimension_numbers == (((x.ndim - 1,), (0,)), ((), ())), dimension_numbers
     out = jax.lax.dot_general(
         x.reshape(-1, x.shape[-1]), kernel, (((1,), (0,)), ((), ())), precision, preferred_element_type
     )

@@ -23,16 +23,17 @@ def gelu(x: jax.Array) -> jax.Array:
     return 0.5 * x * (1.0 + jax.lax.erf(x * math.sqrt(0.5)))
 
 
+gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
 #: Nonlinearities by name. GELU has both forms, as torch.nn.GELU() is by erf, GPT-2's and jax.nn.gelu's default by tanh.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "gelu": gelu,
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_tanh": gelu_tanh,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021, arXiv:2109.08668
     # activations of a gate: Shazeer 2020, arXiv:2002.05202
     "swiglu": jax.nn.silu,
     "geglu": gelu,
-    "geglu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "geglu_tanh": gelu_tanh,
 }
 
 

@@ -16,9 +16,7 @@ def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, e
     Ba, Kiros and Hinton 2016, arXiv:1607.06450. The result has x's dtype.
     """
     x32 = x_BTD.astype(jnp.float32)  # in bfloat16 the mean of 768 values is accurate to two digits
-    centred = x32 - checkpoint_name(x32.mean(axis=-1, keepdims=True), "statistics")
-    variance = checkpoint_name(jnp.mean(jnp.square(centred), axis=-1, keepdims=True), "statistics")
-    out = centred * jax.lax.rsqrt(variance + eps) * jnp.broadcast_to(scale_D, x_BTD.shape)
+    out = rms_norm(x32 - checkpoint_name(x32.mean(axis=-1, keepdims=True), "statistics"), scale_D, eps)
     if bias_D is not None:
         out = out + jnp.broadcast_to(bias_D, x_BTD.shape)
     return out.astype(x_BTD.dtype)

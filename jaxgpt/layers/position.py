@@ -32,23 +32,27 @@ class Rope(NamedTuple):
 
     size: int  # elements of each head that are rotated, from the first on: even
     theta: float  # base: the longest wavelength is 2 pi theta tokens
-    scaling: str = "none"  # "none", "linear" or "llama3": see `frequencies`
+    scaling: str = "none"  # "none", "linear", "llama3" or "longrope": see `frequencies`
     factor: float = 1.0  # factor of the wavelengths that are scaled
     low_freq_factor: float = 1.0  # llama3: wavelengths above original_context / this are scaled
     high_freq_factor: float = 4.0  # llama3: wavelengths below original_context / this are kept
-    original_context: int = 8192  # llama3: length of the context in pre-training, in tokens
+    original_context: int = 8192  # llama3, longrope: length of the context in pre-training, in tokens
+    divisors: tuple[float, ...] = ()  # longrope: what the frequency of each pair is divided by
+    magnitude: float = 1.0  # factor of what is rotated
 
     def frequencies(self) -> jax.Array:
         """Return radians per token of each pair, [size / 2] in float32: theta^(-2i/size), scaled for longer contexts.
 
         "linear" (Chen et al. 2023, arXiv:2306.15595) divides all by factor. "llama3" (Llama 3.1's, in Grattafiori et
         al. 2024, arXiv:2407.21783) divides those with less than low_freq_factor turns in the original context,
-        keeps those with more than high_freq_factor turns, and interpolates between.
+        keeps those above high_freq_factor, and blends between. "longrope" (arXiv:2402.13753) divides each by its own number.
         """
         half = self.size // 2
         frequency = self.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
         if self.scaling == "linear":
             return frequency / self.factor
+        if self.scaling == "longrope":
+            return frequency / jnp.array(self.divisors, jnp.float32)
         if self.scaling == "llama3":
             turns = self.original_context * frequency / (2 * jnp.pi)
             kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
@@ -66,6 +70,8 @@ def rope(x_BTNH: jax.Array, positions_BT: jax.Array, rotation: Rope) -> jax.Arra
     """
     angle_BT1R = (positions_BT.astype(jnp.float32)[..., None] * rotation.frequencies()[None, None])[:, :, None]
     sin, cos = jnp.sin(angle_BT1R), jnp.cos(angle_BT1R)
+    if rotation.magnitude != 1.0:
+        sin, cos = rotation.magnitude * sin, rotation.magnitude * cos
     turned, rest = x_BTNH[..., : rotation.size], x_BTNH[..., rotation.size :]
     x1, x2 = jnp.split(turned.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BTNH.dtype)

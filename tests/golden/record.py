@@ -371,7 +371,6 @@ for _name, _how in SAMPLES.items():
 # Past the context of 32: positions that slide, and those whose table ends.
 for _name in (*FAMILIES, "none", "sinusoidal", "scan"):
     case(f"slide.{_name}", process_of(_name))(functools.partial(_generated, _name, PROMPTS[:2], tokens=48))
-case("slide.int8")(functools.partial(_generated, "gemma3_text", PROMPTS[:2], tokens=48, weights="int8", cache="int8"))
 
 
 @case("sample.text")
@@ -381,18 +380,8 @@ def _text() -> dict[str, Any]:
     return {
         "batch": run.sample(["The ", "A man", "The "], max_new_tokens=24, seed=3),
         "stop": run.sample("The ", max_new_tokens=40, seed=1, stop=[".", "e "]),
-        "empty": run.sample("", max_new_tokens=12),
         "stream": list(run.stream("The ", max_new_tokens=40, seed=3, every=5)),
-        "packed": run.for_decoding("int8").sample("The ", max_new_tokens=24, cache_dtype="int8"),
     }
-
-
-@case("sample.stream")
-def _stream() -> Any:
-    run = trained("gpt2")
-    decoder = jaxgpt.for_decoding(run.model, run.params)
-    decoding = jaxgpt.Decoding(max_new_tokens=40)
-    return list(jaxgpt.stream(*decoder, _ids(run), decoding, key=jax.random.key(2), every=7))
 
 
 @case("sample.chat", "1b")
@@ -420,13 +409,6 @@ def _scores() -> dict[str, Any]:
     return found
 
 
-@case("score.likelihoods")
-def _likelihoods() -> Any:
-    run = trained("llama")
-    a, b, c, _ = _ids(run)
-    return [[x.logprob.hex(), x.is_greedy] for x in run.loglikelihood([(a, b), (b, c), (c, a * 5)])]
-
-
 @case("score.evaluate", "1b")
 def _evaluate() -> dict[str, Any]:
     """The figures of the validation split, of another text, and of documents."""
@@ -438,7 +420,6 @@ def _evaluate() -> dict[str, Any]:
     return {
         **{name: exact(evaluate_text(trained(name))) for name in ("gpt2", "bytes", "lora", "chat")},
         "stride": exact(evaluate_text(trained("llama"), "held.txt", stride=8)),
-        "int8": exact(evaluate_text(trained("gpt2").for_decoding("int8"), "held.txt", batch_size=3)),
     }
 
 

@@ -27,6 +27,8 @@ LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=32,
 )
+LONG = dict(original_max_position_embeddings=6)
+LONG["rope_scaling"] = dict(type="longrope", short_factor=[1.05, 1.1, 1.5], long_factor=[1.3, 2.5, 3.75])
 
 # (model_type, what differs from the family's usual values)
 SHAPES = {
@@ -43,6 +45,7 @@ SHAPES = {
     "qwen3": ("qwen3", BODY | dict(head_dim=12)),
     "qwen3-biases": ("qwen3", BODY | dict(head_dim=6, attention_bias=True, num_key_value_heads=4)),
     "phi3": ("phi3", BODY | dict(sliding_window=9)),
+    "phi3-longrope": ("phi3", BODY | LONG),
     "gemma": ("gemma", BODY | dict(head_dim=16, num_key_value_heads=1)),
     "gemma2": ("gemma2", BODY | dict(head_dim=8, num_hidden_layers=3, sliding_window=6, query_pre_attn_scalar=11)),
     "gemma3": (

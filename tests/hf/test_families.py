@@ -40,7 +40,7 @@ OTHER = dict(
     mlp_bias=True, activation_function="relu", hidden_act="gelu_new", hidden_activation="silu", resid_pdrop=0.5,
     scale_attn_weights=False, scale_attn_by_inverse_layer_idx=True, use_parallel_residual=False,
     query_pre_attn_scalar=9, final_logit_softcapping=5.0, attn_logit_softcapping=5.0,
-    rope_theta=50.0, rotary_emb_base=50.0, rope_local_base_freq=50.0, rotary_pct=1.0, partial_rotary_factor=0.5,
+    rope_theta=50.0, rotary_emb_base=50.0, rope_local_base_freq=50.0, rotary_pct=1.0, partial_rotary_factor=0.67,
     rope_scaling=LINEAR, rope_parameters={"rope_theta": 50.0}, original_max_position_embeddings=64,
     sliding_window=3, sliding_window_pattern=2, layer_types=[FULL, FULL], use_sliding_window=False, max_window_layers=2,
     is_causal=False, is_encoder_decoder=True, use_bidirectional_attention=True, add_cross_attention=True,

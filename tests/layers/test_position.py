@@ -1,8 +1,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from jaxgpt.errors import UserError
 from jaxgpt.layers import Rope, rope, sinusoidal
+from jaxgpt.model import GPTConfig
 from tests.helpers import FLOAT32_REORDERED
 
 
@@ -53,3 +56,16 @@ def test_scaling_for_longer_texts():
     kept = (8192 / wavelength - 1.0) / (4.0 - 1.0)  # 0: one turn in the original context; 1: four
     blend = kept * plain + (1.0 - kept) * plain / 8.0
     np.testing.assert_allclose(scaled[between], blend[between], rtol=1e-5)
+
+
+def test_longrope_has_a_factor_for_each_pair_and_one_for_all():
+    rotation = Rope(4, 100.0, "longrope", divisors=(2.0, 5.0), magnitude=1.25)
+    np.testing.assert_allclose(rotation.frequencies(), Rope(4, 100.0).frequencies() / np.array([2.0, 5.0]), rtol=1e-6)
+    y_BTNH = rope(jnp.ones((1, 3, 1, 4)), jnp.arange(3)[None], rotation)
+    np.testing.assert_allclose(jnp.linalg.norm(y_BTNH, axis=-1), 2.5, rtol=1e-6)
+    sizes = {"n_head": 2, "n_embd": 8, "position": "rope", "rope_scaling": "longrope", "rope_original_context": 16}
+    factors = {"rope_short_factors": (1.0, 2.0), "rope_long_factors": (3.0, 4.0)}
+    for block_size, divisors in zip((16, 17), factors.values(), strict=True):
+        assert GPTConfig(block_size=block_size, **sizes, **factors).make_rope(None).divisors == divisors
+    with pytest.raises(UserError, match="rope_long_factors: need 2 numbers each"):
+        GPTConfig(**sizes)

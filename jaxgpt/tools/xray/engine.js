@@ -84,8 +84,8 @@ function largest(values, count) {
 }
 
 class Engine {
-  // config: GPTConfig.explicit(); context: tokens; windows, frequencies: of each layer; params: as linen names them.
-  constructor({ config: c, context, vocab_size, windows, frequencies, params }) {
+  // config: GPTConfig.explicit(); context: tokens; windows, rotations: of each layer; params: as linen names them.
+  constructor({ config: c, context, vocab_size, windows, rotations, params }) {
     const { n_head: N, n_kv_head: K, head_dim: H, n_embd: D } = c;
     Object.assign(this, { c, N, K, H, D, C: context, V: vocab_size });
     this.tokens = []; // those that were read; without them, what was computed is forgotten
@@ -101,7 +101,7 @@ class Engine {
       const { attn, mlp, ...norms } = params[`h_${l}`];
       const dense = (p) => p && linear(p.kernel, p.bias);
       return {
-        window, frequencies: frequencies[l] ?? [], q: dense(attn.q), k: dense(attn.k), v: dense(attn.v), merge: dense(attn.c_proj),
+        window, rotation: rotations[l] ?? [[], 1], q: dense(attn.q), k: dense(attn.k), v: dense(attn.v), merge: dense(attn.c_proj),
         q_norm: norm(attn.q_norm, false), k_norm: norm(attn.k_norm, false),
         up: dense(mlp.c_fc), gate: dense(mlp.c_gate), down: dense(mlp.c_proj), attn: branch(`h_${l}/attn`), mlp: branch(`h_${l}/mlp`),
         norms: Object.fromEntries(Object.keys(norms).sort().map((name) => [name, shown(norms[name], `h_${l}/${name}`)])),
@@ -164,7 +164,7 @@ class Engine {
   }
 
   // Norm and rotate the heads of queries or keys.
-  rotate(heads, norm, frequencies, t) {
+  rotate(heads, norm, [frequencies, magnitude], t) {
     if (norm && this.c.qk_norm_over === "heads") normalise(norm, heads, heads);
     for (let from = 0; from < heads.length; from += this.H) {
       const x = heads.subarray(from, from + this.H);
@@ -172,7 +172,7 @@ class Engine {
       frequencies.forEach((frequency, i) => {
         const angle = Math.fround(t * frequency);
         const j = i + frequencies.length;
-        const [a, b, cos, sin] = [x[i], x[j], Math.cos(angle), Math.sin(angle)];
+        const [a, b, cos, sin] = [x[i], x[j], magnitude * Math.cos(angle), magnitude * Math.sin(angle)];
         x[i] = a * cos - b * sin;
         x[j] = b * cos + a * sin;
       });
@@ -180,10 +180,10 @@ class Engine {
     return heads;
   }
 
-  attend({ window, frequencies, keys, values, weights, heads, ...layer }, l, x, t) {
+  attend({ window, rotation, keys, values, weights, heads, ...layer }, l, x, t) {
     const { c, N, K, H, C } = this;
-    const q = this.rotate(multiply(layer.q, x), layer.q_norm, frequencies, t);
-    keys.set(this.rotate(multiply(layer.k, x), layer.k_norm, frequencies, t), t * K * H);
+    const q = this.rotate(multiply(layer.q, x), layer.q_norm, rotation, t);
+    keys.set(this.rotate(multiply(layer.k, x), layer.k_norm, rotation, t), t * K * H);
     values.set(multiply(layer.v, x), t * K * H);
     const first = window === null ? 0 : Math.max(0, t + 1 - window);
     for (let n = 0; n < N; n++) {

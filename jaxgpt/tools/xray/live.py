@@ -88,7 +88,7 @@ def make_page(run: Run, prompt: str | None = None, *, weights: Weights = "int8")
             "context": context,
             "vocab_size": V,
             "windows": windows,
-            "frequencies": [None if rope is None else np.asarray(rope.frequencies()).tolist() for rope in ropes],
+            "rotations": [rope and [np.asarray(rope.frequencies()).tolist(), rope.magnitude] for rope in ropes],
             "params": jax.tree.map(arrays.put, held),
         },
     }

@@ -46,7 +46,8 @@ ARCHITECTURES = {
         rope_factor=4.0, rope_original_context=32, n_kv_head=1, qkv_bias=True, out_bias=False, sliding_window=7,
     ),
     "stacked": dict(
-        scan_layers=True, activation="geglu", position="rope", rope_scaling="linear", rope_factor=2.0, remat="full"
+        scan_layers=True, activation="geglu", position="rope", rope_scaling="longrope", rope_magnitude=1.2, remat="full",
+        rope_original_context=8, rope_short_factors=(1.0,) * 4, rope_long_factors=(1.1, 1.3, 2.0, 3.0),
     ),
 }  # fmt: skip
 
