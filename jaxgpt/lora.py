@@ -44,7 +44,8 @@ class LoraConfig(Checked):
     alpha: PositiveFloat = 16.0  # the output of an adapter is multiplied by alpha / rank
     # the matrices of a block that have an adapter: q, k, v, c_fc, c_gate, c_proj (in attention and in the MLP)
     targets: tuple[str, ...] = ("q", "v")
-    # dtype of the blocks' frozen matrices in training. int8 takes a quarter of float32's memory, int4 a sixth. They are rounded once, and training, `sample` and merged exports use the rounded ones
+    # dtype of the blocks' frozen matrices in training. int8 takes a quarter of float32's memory, int4 a sixth. They are
+    # rounded once, and training, `sample` and merged exports use the rounded ones
     frozen: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
 
     def __post_init__(self) -> None:
