@@ -192,8 +192,7 @@ def _find_divisors(config: GPTConfig) -> np.ndarray:
 def _family(name: str) -> Family:
     has_qkv = name in ("gpt2", "gptneox", "phi3")
     matrices = {"attn/qkv": "attn_qkv"} if has_qkv else {f"attn/{x}": f"attn_{x}" for x in "qkv"}
-    is_joined = name == "phi3"
-    matrices |= {"mlp/gate_up": "ffn_up"} if is_joined else {"mlp/c_gate": "ffn_gate", "mlp/c_fc": "ffn_up"}
+    matrices |= {"mlp/gate_up": "ffn_up"} if name == "phi3" else {"mlp/c_gate": "ffn_gate", "mlp/c_fc": "ffn_up"}
     rules = weight_rules(
         {"wte": "token_embd", "wpe": "position_embd", "lm_head": "output", "ln_f": "output_norm"},
         "blk.{}",
@@ -264,16 +263,17 @@ def to_gguf(params: dict, config: GPTConfig, model_type: str) -> tuple[Json, dic
         tensors.setdefault(OUTPUT, tensors[EMBEDDING])
     tensors |= {name: values[name] for name in ROTATIONS if name in values}
     prefixed = {key if key.startswith("jaxgpt.") else f"{family.model_type}.{key}": key for key in values}
-    made: Json = {"general.architecture": family.model_type}
-    made |= {name: values[key] for name, key in prefixed.items() if key not in tensors}
-    return made, tensors | _shift_norms(tensors, config, 1)
+    own = {name: values[key] for name, key in prefixed.items() if key not in tensors}
+    return {"general.architecture": family.model_type} | own, tensors | _shift_norms(tensors, config, 1)
 
 
 def _shift_norms(tensors: dict[str, Tensor], config: GPTConfig, by: int) -> dict[str, Tensor]:
     """Return the norms of Gemma, whose parameters are 1 less than the scales in a file."""
-    if not config.norm_offset:
-        return {}
-    return {name: hold(np.asarray(x.read(), np.float32) + by) for name, x in tensors.items() if name.endswith(NORM)}
+    return {
+        name: hold(np.asarray(x.read(), np.float32) + by)
+        for name, x in tensors.items()
+        if config.norm_offset and name.endswith(NORM)
+    }
 
 
 def write_gguf(path: Path, fields: Mapping[str, Any], tensors: dict[str, Tensor], dtype: str | None = None) -> None:

@@ -186,9 +186,9 @@ def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
         if not known:
             _refuse(f"ignore_merges {model['ignore_merges']} and the pre-tokenizer {json.dumps(pre_tokenizer)[:400]}")
         if model["unk_token"] is None:  # both leave out a byte without a token, but other tokens merge across it in one
-            if missing - NOT_IN_UTF8:
-                found = ", ".join(f"0x{byte:02X}" for byte in sorted(missing - NOT_IN_UTF8))
-                warnings.warn(f"texts with bytes that have no token ({found}) may be cut differently", stacklevel=3)
+            if cut := sorted(missing - NOT_IN_UTF8):
+                listed = ", ".join(f"0x{byte:02X}" for byte in cut)
+                warnings.warn(f"texts with bytes that have no token ({listed}) may be cut differently", stacklevel=3)
             missing.clear()
         fields = {"model": "gpt2", "pre": known[0], "merges": [f"{left} {right}" for left, right in merges]}
     if missing:

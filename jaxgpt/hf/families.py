@@ -237,7 +237,7 @@ GPT_NEOX = Family(
         fields(mlp_dim="intermediate_size", block_size=("max_position_embeddings", 2048)),
         fields(norm_eps=("layer_norm_eps", 1e-5), tie_embeddings=("tie_word_embeddings", False)),
         fields(parallel_residual=("use_parallel_residual", True)),
-        choice("activation", "hidden_act", {"gelu": "gelu"} | PLAIN, "gelu"),
+        choice("activation", "hidden_act", PLAIN, "gelu"),
         rope("rotary_emb_base", fraction="rotary_pct"),
         fields(out_bias=("attention_bias", True), qkv_bias=("attention_bias", True)),
         # The head size follows from the width, whatever `head_dim` is: the check of the shapes refuses another.

@@ -213,6 +213,8 @@ def rope(
         scaling = {"rope_type": kind} | {theirs: getattr(config, ours) for theirs, ours in SCALINGS[kind].items()}
         newer: Json = {THETA: config.rope_theta} | scaling
         hf: Json = {theta: config.rope_theta}
+        if kind == "longrope":
+            hf[ORIGINAL] = scaling[ORIGINAL]  # beside them, or Phi3Config's default is taken
         if local:
             hf[local] = config.rope_local_theta or config.rope_theta
             newer = {FULL: newer, SLIDING: {THETA: hf[local], "rope_type": "default"}}
@@ -454,10 +456,8 @@ def canonical_form(config: GPTConfig) -> dict[str, Any]:
     form["windows"] = [c.window(i) for i in range(c.n_layer)]
     if c.position == "rope":
         scaling = "none" if c.rope_scaling == "linear" and c.rope_factor == 1.0 else c.rope_scaling
-        factors = (
-            () if scaling == "none" else (np.float32(getattr(c, ours)).tolist() for ours in SCALINGS[scaling].values())
-        )
-        usual = (float(c.rope_theta), scaling, *factors)
+        names = () if scaling == "none" else SCALINGS[scaling].values()
+        usual = (float(c.rope_theta), scaling, *(np.float32(getattr(c, name)).tolist() for name in names))
         local = usual if c.rope_local_theta is None else (float(c.rope_local_theta), "none")
         form["rope_size"] = int(config.shape.head_dim * c.rope_fraction)
         form["rope"] = [usual if window is None else local for window in form["windows"]]

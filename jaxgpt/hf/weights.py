@@ -122,8 +122,7 @@ def _find_file(directory: Path) -> Path:
     if (directory / ONE) in found:
         return directory / ONE
     if len(found) > 1:
-        many = f"{directory} has {len(found)} .safetensors files and no {INDEX}"
-        raise UserError(f"{many}: download the index, or leave one file")
+        raise UserError(f"{directory} has {len(found)} .safetensors files and no {INDEX}: download it, or leave one")
     if found:
         return found[0]
     if pickled := sorted(path.name for path in directory.iterdir() if PICKLES.fullmatch(path.name)):

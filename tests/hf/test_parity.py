@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 import jaxgpt
 from jaxgpt.hf.families import FAMILIES, find_family, get_family
-from jaxgpt.hf.family import canonical_form
+from jaxgpt.hf.family import ORIGINAL, canonical_form
 from jaxgpt.hf.weights import ONE, hold, list_tensors, read_params, to_tensors, write
 from jaxgpt.model import GPT
 from tests.conftest import REPOSITORY
@@ -91,7 +91,9 @@ def test_there_and_back_nothing_changes(golden, imported, name, tmp_path):
     write(tmp_path, out)
     again = read_params(list_tensors(tmp_path), family, config)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), again, params)
-    assert canonical_form(family.read(family.write(config))) == canonical_form(config)
+    written = family.write(config)
+    assert canonical_form(family.read(written)) == canonical_form(config)
+    assert (written.get(ORIGINAL) == 6) == (name == "phi3-longrope")  # else Phi3Config's default is taken
     assert find_family(config, family.model_type) is family
     assert find_family(config).model_type in (family.model_type, "llama", "mistral")  # matrices apart
     # In the spelling before version 5: rope_theta and rope_scaling, a pattern and no list of layers.
