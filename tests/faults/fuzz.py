@@ -135,9 +135,9 @@ def _write_gguf(path: Path) -> None:
     fields = {
         f"llama.{key}": value for key, value in write_fields(GGUF_FAMILIES["llama"], FAMILIES["llama"].read(hf)).items()
     }
-    tensors = {"rope_freqs.weight": fields.pop("llama.rope_freqs.weight"), "token_embd.weight": np.eye(260, 16)}
-    made = {n: hold(np.asarray(x, np.float32)) for n, x in tensors.items()}
-    write_gguf(path, {"general.architecture": "llama"} | tokenizer | fields, made)
+    tensors = {"rope_freqs.weight": fields.pop("llama.rope_freqs.weight")}
+    tensors["token_embd.weight"] = hold(np.eye(260, 16, dtype=np.float32))
+    write_gguf(path, {"general.architecture": "llama"} | tokenizer | fields, tensors)
 
 
 Target = tuple[Callable[[Path], None], Path, list[bytes]]
