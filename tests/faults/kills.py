@@ -33,7 +33,7 @@ OPTIONS = """
     --train.checkpoint-every 10 --train.sample-tokens 1
 """
 DEADLINE = 900  # seconds for one session, after which the harness gives up
-SAVE_LASTS = 0.3  # seconds after the beginning of a save within which it is killed
+SAVE_LASTS = 0.12  # seconds after the beginning of a save within which it is killed: most last 0.13 to 0.15
 SAVES = 4  # of a session, one of which is killed
 MOMENT = 0.001  # seconds between looks
 

@@ -11,7 +11,7 @@ SLACK = 3  # files or threads by which two halves with 4 saves each may differ; 
 @pytest.mark.slow
 def test_killed_anywhere_and_inside_a_save_nothing_is_lost(tmp_path, text_file):
     options = [*OPTIONS.split(), "--data.path", str(text_file), "--train.steps", "60"]
-    report = harass(tmp_path, options, kills=4, every=3.0, inside=0.5, seed=2)
+    report = harass(tmp_path, options, kills=4, every=3.0, inside=0.75, seed=2)
     assert report.good and report.kills == 4 and report.inside, report
 
 
