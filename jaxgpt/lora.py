@@ -103,7 +103,7 @@ def _rounded_matmul(x_BTD: jax.Array, kernel: jax.Array, scale: jax.Array) -> ja
 def to_int4(kernel_DF: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return (codes, scale): two weights in a byte, [D / 2, F], and [2, D / G, F] in float16: see `GROUP`.
 
-    A group has 16 equal steps from its least value to its largest. Stacked layers, [L, D, F], are rounded alike.
+    A group has 16 equally spaced values, from its least to its largest. Stacked layers, [L, D, F], are rounded alike.
     """
     *layers, D, F = kernel_DF.shape
     if D % 2:

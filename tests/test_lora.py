@@ -114,8 +114,8 @@ def test_rounded_matrices_take_a_quarter_or_an_eighth_of_the_memory():
     assert held("int8") < 0.27 * whole and held("int4") < 0.17 * whole  # 5 bits a weight
 
 
-def test_four_bits_are_the_nearest_of_16_steps_and_are_rounded_once():
-    """In groups of 32 inputs, or as many as divide them; stacked layers each by itself."""
+def test_four_bits_are_the_nearest_of_16_values_and_are_rounded_once():
+    """Groups have 32 inputs, or the largest number that divides both; each layer of a stack is rounded by itself."""
     kernel_DF = jax.random.normal(jax.random.key(0), (48, 6))
     codes, scale = to_int4(kernel_DF)
     assert codes.shape == (24, 6) and scale.shape == (2, 3, 6)  # groups of 16

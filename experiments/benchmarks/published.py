@@ -1,12 +1,12 @@
-"""How fast does a published model start, and how fast does it write, with transformers and llama.cpp in turns?
+"""How fast do jaxgpt, transformers and llama.cpp start a published model, and how fast do they decode?
 
 Question:  seconds from a command to the first token, and tokens per second of one text after a prompt of 64 tokens.
 Command:   python experiments/benchmarks/published.py FILE.gguf         (needs pip install ".[gguf]")
            --transformers PYTHON, --llama-cpp PYTHON: interpreters with torch and transformers, or with llama-cpp-python
 Method:    the file is imported in float32, and exported for transformers in float32 and for llama.cpp as F32 and Q8_0.
            A start is a process that loads the model and draws one token: its seconds by the clock, and of processor
-           time. It is cold if the compilation cache is empty. Decoding is the time of 64 tokens less that of one, each
-           the median of three calls after one to warm up. All systems take turns, round by round.
+           time. It is cold if the compilation cache is empty. The time of one token is subtracted from the time of 64
+           to get the decoding, each the median of three calls after one to warm up. All systems take turns, round by round.
 Result:    see LOG.md.
 """
 
