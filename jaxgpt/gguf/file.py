@@ -164,8 +164,8 @@ def _read_scaling(values: Json, head_size: int) -> Json:
     found: Json = {}
     if factor is not None and kind != "none":
         found = {"rope_scaling": "linear", "rope_factor": factor}
-    if LONGROPE.keys() <= values.keys():
-        found = {ours: tuple(values[key].read().ravel()[:head_size].tolist()) for key, ours in LONGROPE.items()}
+    if given := LONGROPE.keys() & values.keys():  # of one alone GPTConfig misses the other
+        found = {LONGROPE[key]: tuple(values[key].read().ravel()[:head_size].tolist()) for key in given}
         found |= {"rope_scaling": "longrope", "rope_magnitude": values.get(MAGNITUDE, 1.0)}
         return found | {"rope_original_context": values.get(ORIGINAL)}
     if FREQUENCIES not in values:
@@ -270,7 +270,7 @@ def to_gguf(params: dict, config: GPTConfig, model_type: str) -> tuple[Json, dic
 def _shift_norms(tensors: dict[str, Tensor], config: GPTConfig, by: int) -> dict[str, Tensor]:
     """Return the norms of Gemma, whose parameters are 1 less than the scales in a file."""
     return {
-        name: hold(np.asarray(x.read(), np.float32) + by)
+        name: hold(x.read().astype(np.float32) + by)
         for name, x in tensors.items()
         if config.norm_offset and name.endswith(NORM)
     }

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.errors import UserError
-from jaxgpt.gguf.file import open_gguf, read_gguf, write_gguf
+from jaxgpt.gguf.file import ORIGINAL, open_gguf, read_gguf, write_gguf
 from jaxgpt.hf.weights import hold
 from tests.gguf.test_families import model_parts
 
@@ -97,6 +97,7 @@ def test_files_that_lie_are_refused(write):
         ({}, {"blk.0.ffn_up.weight": None}, "missing blk.0.ffn_up.weight"),
         ({}, {"blk.0.ffn_up.weight": SQUARE[:8]}, "ffn_up.weight is [8, 32], the configuration implies [40, 24]"),
         ({}, {"blk.0.ffn_gate_inp.weight": SQUARE}, "unknown blk.0.ffn_gate_inp.weight"),
+        ({f"qwen2.{ORIGINAL}": 8}, {"rope_factors_long.weight": SQUARE[0]}, "rope_long_factors: need 3 numbers each"),
     ):
         path = write(fields, {name: None if x is None else hold(x) for name, x in tensors.items()})
         with pytest.raises(UserError) as e:

@@ -398,7 +398,6 @@ def _scores() -> dict[str, Any]:
         found[name] = {
             "run": [[score.bits.hex(), score.tokens, score.characters] for score in texts],
             "logprobs": [_hex(row) for row in jaxgpt.score(run.model, run.params, [ids[0]])],
-            "windows": digest({"long": jaxgpt.score(run.model, run.params, ids)[1]}),
             "int8": digest({"long": jaxgpt.score(*jaxgpt.for_decoding(run.model, run.params, "int8"), ids)[1]}),
         }
     return found
