@@ -3,13 +3,13 @@
 Question    does an optimiser reach 1.88 in so many steps, and is it better than the last record's with as many?
 Reference   rules 1 to 5 of RECORDS.md. The model, the text and the batch come from laptop/base.py.
 Command     python experiments/records.py EXPERIMENT.py[:NAME] --data.path shakespeare.txt --steps N
-                --out experiments/results/records/NAME.json [--against EXPERIMENT.py[:NAME]] [--seeds 20]
+                --out experiments/results/records/NAME.json [--against EXPERIMENT.py[:NAME]] [--seeds 20] [--on local:2]
             python experiments/records.py check experiments/RECORDS.md
 Method      an experiment gets N steps, with its complete schedule within them. The whole validation split is measured
             after the last step. `jaxgpt audit` then takes all steps again, from the seed. The experiment after --against
             is trained with the same steps and seeds, and not audited. Seconds count the steps, without
             compilation and validation.
-Result      the file after --out, written again after each seed, and a row for the table of RECORDS.md. `check` trains
+Result      the file after --out, written again after each audit, and a row for the table of RECORDS.md. `check` trains
             nothing: it compares each row with its file and with the rules. Exit status 1: an entry breaks one.
 
 Runs stay in runs/records/NAME/SEED, and in runs/records/NAME-against/SEED. A complete run is not trained again, and an
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
 import itertools
 import os
@@ -30,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt import Experiment, UserError, fit
+from jaxgpt import Experiment, UserError
 from jaxgpt.cli.console import report_errors, say, show
 from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.config.serialize import differences
@@ -41,7 +42,8 @@ from jaxgpt.files import read_bytes, read_json, render_json, sha256, write_whole
 from jaxgpt.runs.code import run_file
 from jaxgpt.runs.resume import CHANGEABLE
 from jaxgpt.statistics import paired_p_values
-from jaxgpt.tools.grid import read_curve
+from jaxgpt.tools.executor import Workers, open_executor
+from jaxgpt.tools.grid import train_grid
 from jaxgpt.tools.replay import audit
 
 HERE = Path(__file__).resolve().parent
@@ -82,17 +84,10 @@ def load_entry(named: str, text: str | None, steps: int) -> Experiment:
     return replace_fields(experiment, every | values | {"data.corpus": base.data.corpus})
 
 
-def train(experiment: Experiment, directory: Path, seed: int) -> dict[str, Any]:
-    """Train a seed, or read it if it is complete. Return {"seed", "val_loss" after the last step, "seconds"}."""
-    fit(replace_fields(experiment, {"train.seed": seed}), directory / str(seed), progress=False, extend=False)
-    curve = read_curve(directory / str(seed), experiment)
-    return {"seed": seed, "val_loss": curve.losses[-1], "seconds": curve.seconds[-1]}
-
-
 def run_entry(
-    named: str, *, text: str | None, steps: int, out: Path, against: str | None, seeds: int, runs: Path
+    named: str, *, text: str | None, steps: int, out: Path, against: str | None, seeds: int, runs: Path, on: str | None
 ) -> dict[str, Any]:
-    """Train, audit and compare all seeds, writing the file after each. Return what it holds."""
+    """Train all seeds, then audit them, writing the file after each. Return what it holds."""
     entry = load_entry(named, text, steps)
     last = None if against is None else load_entry(against, text, steps)
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxgpt")}
@@ -100,30 +95,46 @@ def run_entry(
     where = {"experiment": name_of(named), "steps": steps, "mark": MARK, "processor": processor, "versions": versions}
     known = read_json(out, LARGEST) if out.exists() else {"runs": []}
     audited = {run["seed"]: run for run in known["runs"] if where == {name: known.get(name) for name in where}}
-    found: dict[str, Any] = where | {"date": "", "runs": [], "against": None}
-    if against is not None:
-        found["against"] = {"experiment": name_of(against), "losses": []}
+    found: dict[str, Any] = where | {"date": datetime.date.today().isoformat(), "runs": [], "against": None}
+    grid = [
+        (f"seed {seed}, {name}", replace_fields(experiment, {"train.seed": seed}), runs / name / str(seed))
+        for seed in range(seeds)
+        for name, experiment in ((out.stem, entry), (f"{out.stem}-against", last))
+        if experiment is not None
+    ]
     out.parent.mkdir(parents=True, exist_ok=True)
-    for seed in range(seeds):
-        run, before = train(entry, runs / out.stem, seed), audited.get(seed, {})
-        if run == {name: before.get(name) for name in run} and before["audit"]["accepted"]:
-            run = before
-        else:
-            again = audit(runs / out.stem / str(seed), steps=steps)
-            run["audit"] = {"retaken": again.retaken, "accepted": again.accepted}
-            if not again.accepted:
-                say(str(again))
-        found["runs"].append(run)
-        line = f"seed {seed}: {run['val_loss']:.4f} in {run['seconds']:.1f} s"
-        if last is not None:
-            other = train(last, runs / f"{out.stem}-against", seed)
-            found["against"]["losses"].append({name: other[name] for name in ("seed", "val_loss")})
-            line += f", and {other['val_loss']:.4f} by {found['against']['experiment']}"
-        found["date"] = datetime.date.today().isoformat()
-        if run is not before or seed == seeds - 1:  # until then the file has all of these runs
+    with open_executor(Workers(on=on), runs.absolute()) as executor:
+        trained: dict[str, list[dict[str, Any]]] = {out.stem: [], f"{out.stem}-against": []}
+        for (name, _, place), curve in zip(grid, train_grid(grid, say, executor=executor), strict=True):
+            if curve.failure:
+                raise UserError(f"{name}: {curve.failure}, and an entry needs all its seeds")
+            run = {"seed": int(place.name), "val_loss": curve.losses[-1], "seconds": curve.seconds[-1]}
+            trained[place.parent.name].append(run)
+        ours, others = trained.values()
+        if against is not None:
+            losses = [{name: run[name] for name in ("seed", "val_loss")} for run in others]
+            found["against"] = {"experiment": name_of(against), "losses": losses}
+        kept = [run["seed"] for run in ours if is_same_run(run, audited.get(run["seed"]))]
+        again = functools.partial(audit, steps=steps)
+        places = {run["seed"]: runs / out.stem / str(run["seed"]) for run in ours if run["seed"] not in kept}
+        audits = {} if executor is None else {seed: executor.submit(again, at) for seed, at in places.items()}
+        for run in ours:
+            seed = run["seed"]
+            if seed in kept:
+                found["runs"].append(audited[seed])
+                continue
+            result = again(places[seed]) if executor is None else audits[seed].result()
+            say(str(result))
+            found["runs"].append(run | {"audit": {"retaken": result.retaken, "accepted": result.accepted}})
             write_whole(out, render_json(found, indent=1) + "\n")
-        say(line)
+    write_whole(out, render_json(found, indent=1) + "\n")
     return found
+
+
+def is_same_run(run: dict[str, Any], before: dict[str, Any] | None) -> bool:
+    """Return whether a run is the one that the file has, audited and accepted."""
+    is_same = before is not None and run == {name: before.get(name) for name in run}
+    return is_same and before["audit"]["accepted"]
 
 
 def check_page(page: str) -> dict[str, list[str]]:
@@ -205,6 +216,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="the JSON file, whose name is the name of the runs")
     parser.add_argument("--against", help="the last record's experiment")
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"fewer than {SEEDS} are no entry")
+    parser.add_argument(
+        "--on", help="local:N or ray, as for `jaxgpt study`. Seconds of runs that share a machine are longer"
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs/records"), help="the directory of the runs")
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["check"] and len(words) == 2:

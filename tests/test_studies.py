@@ -11,6 +11,7 @@ from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.config.serialize import from_dict
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import sha256
+from jaxgpt.tools.grid import Curve
 from tests.conftest import REPOSITORY, TEXT
 from tests.helpers import check_command, import_pages, replace_fields, script, tiny_experiment
 from tests.test_experiments import list_experiments
@@ -67,19 +68,17 @@ def test_the_laptops_study_runs_nothing_twice_and_what_diverged_has_no_loss(tmp_
     monkeypatch.syspath_prepend(REPOSITORY / "experiments/laptop")
     run, calls = script("laptop/run"), []
 
-    def fit(experiment, directory, *, progress):
-        calls.append(experiment.train.seed)
-        if experiment.train.seed == 1:
-            raise run.Diverged("it did")
-        directory.mkdir(parents=True)
-        (directory / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 1, "val_loss": 2.5}\n')
+    def train_grid(grid, say, executor):
+        calls.extend(experiment.train.seed for _, experiment, _ in grid)
+        diverged = Curve(failure="diverged")
+        return [diverged if e.train.seed == 1 else Curve(tokens=[1], losses=[2.5]) for _, e, _ in grid]
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "RESULTS", tmp_path)
-    monkeypatch.setattr(run.jaxgpt, "fit", fit)
+    monkeypatch.setattr(run, "train_grid", train_grid)
     experiment = run.experiment_of(run.optimizers()["adamw"], 176, 100, "text.txt")
-    for seed in (0, 1, 0, 1):
-        run.run_one("ideas", ["baseline"], experiment, seed)
+    for _ in range(2):
+        run.run_all([("ideas", ["baseline"], experiment, seed) for seed in (0, 1)], None)
     found = run.read("ideas")
     assert calls == [0, 1] and [found["baseline"][str(seed)][0] for seed in (0, 1)] == [2.5, None]
 

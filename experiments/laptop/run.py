@@ -24,8 +24,8 @@ Command     python experiments/laptop/run.py sweeps --text shakespeare.txt
             python experiments/laptop/run.py ideas --width 88 --text shakespeare.txt          # then 176 and 352
             python experiments/laptop/run.py null --text shakespeare.txt
             python experiments/laptop/run.py report
-            --part 0/2 and --part 1/2: half of the work each, for one core each (`taskset -c 0`). All commands resume:
-            what is in ../results/laptop/ is not run again. `report` says what is known so far.
+            --on local:2: two runs at once, with a core each, or --on ray. All commands resume: what is in
+            ../results/laptop/ is not run again. `report` says what is known so far.
 Expected    Written before the first run. In the order of steps, fewest first: NorMuon, Muon, Muon with Polar Express, SOAP,
             Shampoo, cautious AdamW, schedule-free AdamW, AdamW, Adafactor, Prodigy, Lion, SGD. The rank correlation with
             the five that track 3 has is 0.6 to 0.9, since SOAP, its first, is behind Muon on the shelf. Wider models bring
@@ -67,9 +67,11 @@ from filelock import FileLock
 import jaxgpt
 from jaxgpt import Experiment, OptimConfig, UserError
 from jaxgpt.cli.experiment_file import load_experiment
-from jaxgpt.errors import Diverged
 from jaxgpt.files import write_whole
 from jaxgpt.runs.code import run_file
+from jaxgpt.runs.metrics import read_metrics
+from jaxgpt.tools.executor import Executor, Workers, open_executor
+from jaxgpt.tools.grid import train_grid
 from jaxgpt.tools.study import Comparison, compare_losses
 from jaxgpt.tools.sweep import sweep
 
@@ -225,16 +227,17 @@ def processor() -> str:
     return described.rpartition(", ")[0]  # without the number of cores
 
 
-def run_sweeps(over: dict[str, tuple[str, ...]], part: slice, text: str) -> None:
+def run_sweeps(over: dict[str, tuple[str, ...]], text: str, workers: Workers) -> None:
     """Tune each optimiser that has no result yet. over: what of each."""
     shelf = optimizers()
-    for name in list(over)[part]:
+    for name in over:
         if name in read("sweeps"):
             continue
         began, directory = time.perf_counter(), RUNS / "sweeps" / name.replace(" ", "-")
         experiment = experiment_of(shelf[name], WIDTHS[0], max(STEPS), text)
         experiment = dataclasses.replace(experiment, name=f"laptop-{name.replace(' ', '-').replace(',', '')}")
-        found = sweep(over=over[name], trials=TRIALS, seeds=FINAL_SEEDS, run_dir=str(directory), experiment=experiment)
+        how = {"trials": TRIALS, "seeds": FINAL_SEEDS, "run_dir": str(directory), "workers": workers}
+        found = sweep(over=over[name], experiment=experiment, **how)
         trials = [[*trial.point.values(), *map(mean, trial.losses)] for trial in found.trials]
         value = {"over": over[name], "winner": found.trials[0].point, "trials": trials}
         seconds = round(time.perf_counter() - began, 1)
@@ -257,26 +260,31 @@ def mean(losses: list[float | None]) -> float | None:
     return None if None in losses else round(float(np.mean(losses)), 5)
 
 
-def run_one(file: str, keys: list[str], experiment: Experiment, seed: int) -> None:
-    """Train a run and add [loss, seconds] to a file of results, unless it is there. A run that diverged has no loss."""
-    place = read(file)
-    for key in keys:
-        place = place.get(key, {})
-    if str(seed) in place:
-        return
-    train = dataclasses.replace(experiment.train, seed=seed)
-    directory = RUNS / "-".join([file, *keys, str(seed)]).replace(" ", "-")
-    began = time.perf_counter()
-    try:
-        jaxgpt.fit(dataclasses.replace(experiment, train=train), directory, progress=False)
-        lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-        loss = round([line["val_loss"] for line in lines if "val_loss" in line][-1], 6)
-    except Diverged:
-        loss = None
-    add(file, [*keys, str(seed)], [loss, round(time.perf_counter() - began, 1)])
-    add(file, ["processors", processor()], 1 + read(file).get("processors", {}).get(processor(), 0))
-    shutil.rmtree(directory, ignore_errors=True)
-    print(f"{file} {' '.join(keys)} seed {seed}: {loss}", flush=True)
+def run_all(jobs: Iterable[tuple[str, list[str], Experiment, int]], executor: Executor | None) -> None:
+    """Train runs, and add [loss, seconds] of each to its file of results. A run that diverged has no loss.
+
+    jobs: (file, keys in it, experiment, seed) of each. What its file has is not run again.
+    """
+    grid, places = [], []
+    for file, keys, experiment, seed in jobs:
+        place = read(file)
+        for key in keys:
+            place = place.get(key, {})
+        if str(seed) not in place:
+            train = dataclasses.replace(experiment.train, seed=seed)
+            directory = RUNS / "-".join([file, *keys, str(seed)]).replace(" ", "-")
+            grid.append((directory.name, dataclasses.replace(experiment, train=train), directory))
+            places.append((file, [*keys, str(seed)]))
+    curves = train_grid(grid, lambda text: print(text, flush=True), executor=executor)
+    for (file, keys), (_, _, directory), curve in zip(places, grid, curves, strict=True):
+        if curve.failure not in ("", "diverged"):
+            continue  # it is trained again by the next call
+        loss = round(curve.losses[-1], 6) if curve.losses else None
+        lines = read_metrics(directory / "metrics.jsonl")
+        seconds = max((line.get("seconds") or 0.0 for line in lines), default=0.0)
+        add(file, keys, [loss, round(seconds, 1)])
+        add(file, ["processors", processor()], 1 + read(file).get("processors", {}).get(processor(), 0))
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def tuned(names: list[str]) -> dict[str, OptimConfig]:
@@ -289,7 +297,7 @@ def tuned(names: list[str]) -> dict[str, OptimConfig]:
     return {name: dataclasses.replace(shelf[name], **fields[name]) for name in names}
 
 
-def run_longer(part: slice, text: str) -> None:
+def run_longer(text: str, executor: Executor | None) -> None:
     """Train those that track 3 has for longer, and some ideas, seed by seed."""
     optims = tuned(list(NEARER_TRACK_3))
     jobs = [
@@ -298,8 +306,7 @@ def run_longer(part: slice, text: str) -> None:
     ]
     for name in ("baseline", *FURTHER_IDEAS):
         jobs.append(("ideas", [key_of(name, steps=LONGER)], idea_of(name, optims["muon"], text, LONGER)))
-    for seed, job in itertools.product(SEEDS[:LONGER_SEEDS], jobs[part]):
-        run_one(*job, seed)
+    run_all([(*job, seed) for seed in SEEDS[:LONGER_SEEDS] for job in jobs], executor)
 
 
 def key_of(name: str, *, steps: int = STEPS[-1], width: int = WIDTHS[0]) -> str:
@@ -307,27 +314,32 @@ def key_of(name: str, *, steps: int = STEPS[-1], width: int = WIDTHS[0]) -> str:
     return name + f", {steps} steps" * (steps != STEPS[-1]) + f", width {width}" * (width != WIDTHS[0])
 
 
-def run_optimizers(names: list[str], width: int, part: slice, text: str) -> None:
+def run_optimizers(names: list[str], width: int, text: str, executor: Executor | None) -> None:
     """Train optimisers at a width, seed by seed, so that what is interrupted is complete for some seeds."""
     optims = tuned(names)
     lengths = [(name, steps) for name in names for steps in lengths_of(name, width)]
-    for seed, (name, steps) in itertools.product(SEEDS[part], lengths):
-        run_one("optimizers", [str(width), name, str(steps)], experiment_of(optims[name], width, steps, text), seed)
+    jobs = [
+        ("optimizers", [str(width), name, str(steps)], experiment_of(optims[name], width, steps, text), seed)
+        for seed, (name, steps) in itertools.product(SEEDS, lengths)
+    ]
+    run_all(jobs, executor)
 
 
-def run_ideas(width: int, part: slice, text: str) -> None:
+def run_ideas(width: int, text: str, executor: Executor | None) -> None:
     """Train the baseline and ideas with the baseline's tuned Muon, seed by seed. Wider models have only FURTHER_IDEAS."""
     (optim,) = tuned(["muon"]).values()
     ideas, seeds = (IDEAS, SEEDS) if width == WIDTHS[0] else (FURTHER_IDEAS, SEEDS[:LONGER_SEEDS])
-    for seed, name in itertools.product(seeds[part], ["baseline", *ideas]):
-        run_one("ideas", [key_of(name, width=width)], idea_of(name, optim, text, width=width), seed)
+    jobs = [
+        ("ideas", [key_of(name, width=width)], idea_of(name, optim, text, width=width), seed)
+        for seed, name in itertools.product(seeds, ["baseline", *ideas])
+    ]
+    run_all(jobs, executor)
 
 
-def run_null(part: slice, text: str) -> None:
+def run_null(text: str, executor: Executor | None) -> None:
     """Train the baseline with new seeds: each edit changes the seeds and nothing else."""
     experiment = experiment_of(tuned(["muon"])["muon"], WIDTHS[0], NULL_STEPS, text)
-    for seed in range((1 + NULL_EDITS) * NULL_SEEDS)[part]:
-        run_one("null", ["baseline"], experiment, seed)
+    run_all([("null", ["baseline"], experiment, seed) for seed in range((1 + NULL_EDITS) * NULL_SEEDS)], executor)
 
 
 def steps_to(target: float, lengths: tuple[int, ...], losses: np.ndarray) -> float:
@@ -540,27 +552,26 @@ def main() -> None:
     parser.add_argument("block", choices=("sweeps", "optimizers", "nearer", "longer", "ideas", "null", "report"))
     parser.add_argument("--text", help="file of Tiny Shakespeare")
     parser.add_argument("--width", type=int, choices=WIDTHS, default=WIDTHS[0])
-    parser.add_argument("--part", default="0/1", help="this part of how many: 0/2 and 1/2 are halves")
+    parser.add_argument("--on", help="local:N or ray, as for `jaxgpt study`. None means this process")
     options = parser.parse_args()
     if options.block == "report":
         print(report())
         return
     if not options.text:
         parser.error("--text is needed: a file of Tiny Shakespeare")
-    number, of = map(int, options.part.split("/"))
     jaxgpt.configure_jax()
-    part = slice(number, None, of)
-    if options.block == "sweeps":
-        run_sweeps(OVER, part, options.text)
-    elif options.block == "optimizers":
-        run_optimizers(list(OVER), options.width, part, options.text)
-    elif options.block == "nearer":
-        run_sweeps(NEARER, part, options.text)
-        run_optimizers(list(NEARER)[part], WIDTHS[0], slice(None), options.text)
-    elif options.block == "ideas":
-        run_ideas(options.width, part, options.text)
-    else:
-        {"longer": run_longer, "null": run_null}[options.block](part, options.text)
+    text, workers = str(Path(options.text).resolve()), Workers(on=options.on)
+    if options.block in ("sweeps", "nearer"):
+        run_sweeps(OVER if options.block == "sweeps" else NEARER, text, workers)
+    with open_executor(workers, RUNS) as executor:
+        if options.block == "optimizers":
+            run_optimizers(list(OVER), options.width, text, executor)
+        elif options.block == "nearer":
+            run_optimizers(list(NEARER), WIDTHS[0], text, executor)
+        elif options.block == "ideas":
+            run_ideas(options.width, text, executor)
+        elif options.block in ("longer", "null"):
+            {"longer": run_longer, "null": run_null}[options.block](text, executor)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.run import load
 from jaxgpt.runs.directory import RUNS, find_run
 from jaxgpt.sample import MAX_NEW_TOKENS, Precision, Sampling
+from jaxgpt.tools.executor import Workers
 from jaxgpt.tools.html_page import write_page
 
 LARGEST_SCHEMA = 2**20  # bytes
@@ -176,7 +177,13 @@ def page(
     print(write_page(path, make_page(model, prompt, weights=weights)))
 
 
-def study(experiment: str, *, seeds: Count = 8, run_dir: str | None = None) -> object:
+def study(
+    experiment: str,
+    *,
+    seeds: Count = 8,
+    run_dir: str | None = None,
+    workers: Workers = Workers(),  # noqa: B008, it is frozen
+) -> object:
     """Train variants with several seeds and report which differ.
 
     If nothing differs, at most 5% of studies find a difference: verdicts are corrected for the number of comparisons.
@@ -191,7 +198,7 @@ def study(experiment: str, *, seeds: Count = 8, run_dir: str | None = None) -> o
     from jaxgpt.tools.study import run_study
 
     place = Path(run_dir) if run_dir else RUNS / "studies" / Path(experiment).stem
-    return run_study(variants, place, seeds=seeds, say=say)
+    return run_study(variants, place, seeds=seeds, say=say, workers=workers)
 
 
 def import_model(

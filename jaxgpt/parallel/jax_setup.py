@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import warnings
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -183,3 +184,18 @@ def all_devices() -> list[jax.Device]:
 def first_device() -> jax.Device:
     """Return the device that programs run on by default. Raises `UserError` if JAX finds none."""
     return all_devices()[0]
+
+
+def device_name() -> str:
+    """Return the kind of the first device. Of a CPU it is maker, family and model, which decide how XLA rounds sums."""
+    kind = first_device().device_kind
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace") if kind == "cpu" else ""
+    except OSError:  # not Linux
+        text = ""
+    fields = dict(re.findall(r"^(vendor_id|cpu family|model)\s*: (.*)$", text.partition("\n\n")[0], re.MULTILINE))
+    return (
+        f"{kind} {fields['vendor_id']} family {fields['cpu family']} model {fields['model']}"
+        if len(fields) == 3
+        else kind
+    )

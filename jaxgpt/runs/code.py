@@ -11,6 +11,7 @@ import ast
 import atexit
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib
 import inspect
@@ -246,6 +247,19 @@ def trust_code() -> None:
 def is_trusting() -> bool:
     """Return whether `trust_code` was called."""
     return bool(_TRUSTED)
+
+
+def pack(experiment: Experiment) -> tuple[dict[str, Any], Files]:
+    """Return an experiment as another process can make it again: its values, and the code of its own classes."""
+    return to_dict(experiment), own_code(experiment)
+
+
+def unpack(values: dict[str, Any], files: Files) -> Experiment:
+    """Return the experiment of `pack`. Its code is trusted: it comes from the process that gave this one its task."""
+    with tempfile.TemporaryDirectory() as directory:
+        _write(files, Path(directory) / FOLDER)
+        find = functools.partial(find_class, directory=Path(directory), digests=digests_of(files), trusted=True)
+        return from_dict(Experiment, values, find_class=find)
 
 
 def with_classes_of(known: Experiment, experiment: Experiment) -> Experiment:

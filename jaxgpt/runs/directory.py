@@ -15,6 +15,7 @@ import platform
 import re
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +34,13 @@ if TYPE_CHECKING:  # 0.1 s to import
 
 RUNS = Path("runs")
 LOCK = ".lock"
+CLAIM = ".claim"  # the lock of a run of a grid, held from before anything is compiled
+STALE = 3600  # seconds without a line of metrics.jsonl, after which the holder of a lock may be gone
 PATIENCE = 0.2  # seconds: `is_training` holds the lock for an instant
 FORMAT = 2  # of experiment.json and the run directory, raised when an older reader would misread it
 # Names of files in the directory of a run that was killed before it wrote experiment.json.
 BEGINNINGS = re.compile(
-    r"\.lock|(tokenizer|tokenizer_config|special_tokens_map|experiment)\.json(\..*)?|chat_template\.jinja|hf|code"
+    r"\.lock|\.claim|(tokenizer|tokenizer_config|special_tokens_map|experiment)\.json(\..*)?|chat_template\.jinja|hf|code"
 )
 # The addresses of other processes do not belong to a record: one process may resume the run.
 ALONE: dict[str, Any] = {"coordinator": None, "processes": None, "process_id": None}
@@ -81,14 +84,21 @@ def find_run(run: str | Path | None) -> Path:
     return max(runs, key=lambda r: (r / "experiment.json").stat().st_mtime)
 
 
-def lock_run(directory: Path, fresh: bool, doing: str = "trained", option: str = "--run-dir") -> filelock.BaseFileLock:
+class HeldElsewhere(UserError):
+    """Another process holds the lock."""
+
+
+def lock_run(
+    directory: Path, fresh: bool, doing: str = "trained", option: str = "--run-dir", name: str = LOCK
+) -> filelock.BaseFileLock:
     """Create a directory if needed, and lock it until the lock is released or this process ends, even by SIGKILL.
 
-    fresh: move an existing directory aside. Raises `UserError` if another process trains there.
+    fresh: move an existing directory aside. name: the file of the lock, which says who holds it. Raises `HeldElsewhere`
+    if another process does.
     """
     import filelock
 
-    path = directory / LOCK
+    path = directory / name
     lock = filelock.FileLock(path, timeout=PATIENCE)
     try:
         if directory.exists() and fresh:
@@ -98,11 +108,16 @@ def lock_run(directory: Path, fresh: bool, doing: str = "trained", option: str =
             lock.release()
         directory.mkdir(parents=True, exist_ok=True)
         lock.acquire()
-        path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+        since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n", encoding="utf-8")
     except filelock.Timeout:
         who = path.read_text(encoding="utf-8", errors="replace").strip() or "unknown"
         remedy = f"wait for it, stop it, or name another {option}"
-        raise UserError(f"{directory} is being {doing} by another process ({who}): {remedy}") from None
+        written = max(file.stat().st_mtime for file in (path, directory / "metrics.jsonl") if file.exists())
+        if time.time() - written > STALE:
+            hours = (time.time() - written) / 3600
+            remedy = f"it has written nothing for {hours:.1f} hours: if it is gone, delete {path}"
+        raise HeldElsewhere(f"{directory} is being {doing} by another process ({who}): {remedy}") from None
     except OSError as e:
         raise UserError(f"cannot write in {directory}: {reason_of(e)}. Name another directory with {option}.") from None
     return lock
@@ -186,7 +201,7 @@ def write_metadata(
     model, `origin` the weights that the run starts from. See `Dataset` for `tokenizer_config`.
     """
     from jaxgpt.data.template import write_template
-    from jaxgpt.parallel.jax_setup import first_device
+    from jaxgpt.parallel.jax_setup import device_name
 
     alone = dataclasses.replace(experiment.parallel, **ALONE)
     program, *options = sys.argv or [""]
@@ -200,7 +215,7 @@ def write_metadata(
         "imported": imported,
         "origin": None if origin is None else to_dict(origin),
         "versions": installed_versions(),
-        "device": first_device().device_kind,
+        "device": device_name(),
         "command": shell_line(*words) if name else None,
     }
     if code := own_code(experiment):

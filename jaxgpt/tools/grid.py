@@ -1,75 +1,174 @@
 """Train a grid of runs, each to its end or taken as it is, and tabulate what came out.
 
-The record of a grid is its run directories: what is complete is read, what was interrupted resumes, and a run that
-diverged keeps the reason in `diverged.txt` and is not tried again.
+The record of a grid is its run directories: what is complete is read, what was interrupted resumes, what another process
+trains is passed over, and a run that diverged keeps the reason in `diverged.txt` and is not tried again. So one grid may
+be trained by several processes, on several machines, that see one folder.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, as_completed
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxgpt.errors import Diverged, Preempted
+from jaxgpt.errors import Diverged, Preempted, first_line
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import write_whole
-from jaxgpt.runs.directory import is_run, read_metadata
+from jaxgpt.runs.code import Files, pack, unpack
+from jaxgpt.runs.directory import CLAIM, HeldElsewhere, is_run, lock_run, read_metadata
 from jaxgpt.runs.metrics import finite_values, read_metrics
 from jaxgpt.runs.resume import check_same_configuration
+from jaxgpt.tools.executor import Executor
+from jaxgpt.training import fit
 
 DIVERGED = "diverged.txt"
+POLL = 5.0  # seconds between two looks at runs that other processes train
+GridRun = tuple[str, Experiment, Path]  # name, experiment and directory of a run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Validation losses of one run in nats per token, and when they were measured. Empty if the run diverged."""
+    """Validation losses of one run in nats per token, and when they were measured. Empty if the run has none."""
 
     tokens: list[int] = dataclasses.field(default_factory=list)  # tokens trained on at each measurement
     # time of the steps, without compilation and validation, which take longer in the first run of a variant
     seconds: list[float] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)  # losses in nats per token
+    failure: str = ""  # why there are none: "diverged", or the error that ended the run
+    device: str = ""  # what the run was started on
+
+    @property
+    def last(self) -> float | None:
+        """Return the last loss, None if the run diverged, NaN if it failed."""
+        return self.losses[-1] if self.losses else None if self.failure == "diverged" else math.nan
 
 
 def train_grid(
-    grid: Iterable[tuple[str, Experiment, Path]], say: Callable[[str], None], fit_one: Callable[..., Any]
-) -> list[Curve]:
-    """Train or resume the runs of a grid, each (name, experiment, directory), and return their curves in that order.
+    grid: Sequence[GridRun],
+    say: Callable[[str], None],
+    fit_one: Callable[..., Any] = fit,
+    executor: Executor | None = None,
+    *,
+    waits: bool = True,
+) -> list[Curve] | None:
+    """Train or resume the runs of a grid, and return their curves in its order.
 
-    say: receives a line of text for each run. fit_one: trains a run as `jaxgpt.fit` does.
+    A run that fails does not end the others, unless it is the first to end.
+
+    Args:
+        grid: the runs.
+        say: receives a line of text for each run.
+        fit_one: trains a run as `jaxgpt.fit` does. An executor calls `jaxgpt.fit`.
+        executor: trains several at once. None means one after another, here.
+        waits: whether to wait for runs that other processes train. If not, None is returned while there are any.
+
+    Raises:
+        UserError: a directory has a run of another configuration, or the first run to end has failed by a mistake.
     """
-    curves = []
-    for name, experiment, directory in grid:
+    for _, experiment, directory in grid:
+        if is_run(directory):
+            check_same_configuration(read_metadata(directory), experiment)
+    curves: dict[int, Curve] = {}
+    progress, passed_over = Progress(len(grid), 1 if executor is None else executor.size), set[int]()
+    while left := {number: run for number, run in enumerate(grid) if number not in curves}:
+        for number, done in train_here(left, fit_one) if executor is None else train_there(left, executor):
+            name, error = grid[number][0], done.exception()
+            if isinstance(error, HeldElsewhere):
+                if number not in passed_over:
+                    say(f"{name}: passed over, {error}")
+                passed_over.add(number)
+                continue
+            if error is not None and not curves:
+                raise error
+            curve = curves[number] = done.result() if error is None else Curve(failure=first_line(error))
+            ended = f"{curve.losses[-1]:.4f} after {curve.seconds[-1]:.1f} s" if curve.losses else curve.failure
+            say(f"{name}: {ended}{progress.count(bool(curve.losses))}")
+        held = len(grid) - len(curves)
+        if held == len(left):  # nothing new: all that is left is held
+            if not waits:
+                say(f"other processes train {held} of {len(grid)} runs: the last one to end has the result")
+                return None
+            time.sleep(POLL)
+    return [curves[number] for number in range(len(grid))]
+
+
+def train_here(runs: dict[int, GridRun], fit_one: Callable[..., Any]) -> Iterator[tuple[int, Future[Curve]]]:
+    """Train runs one after another in this process, and yield the number and the curve of each."""
+    for number, (_, experiment, directory) in runs.items():
+        done: Future[Curve] = Future()
         try:
-            curve = train_or_resume(experiment, directory, fit_one)
+            done.set_result(train_or_resume(experiment, directory, fit_one))
         except Preempted as e:
             raise Preempted(f"{str(e).partition(' To continue')[0]} Run the same command to resume.") from None
-        say(f"{name}: {f'{curve.losses[-1]:.4f} after {curve.seconds[-1]:.1f} s' if curve.losses else 'diverged'}")
-        curves.append(curve)
-    return curves
+        except Exception as e:
+            done.set_exception(e)
+        yield number, done
+
+
+def train_there(runs: dict[int, GridRun], executor: Executor) -> Iterator[tuple[int, Future[Curve]]]:
+    """Train runs by an executor, and yield the number and the curve of each as it ends."""
+    submitted = {
+        executor.submit(train_unpacked, *pack(experiment), directory): number
+        for number, (_, experiment, directory) in runs.items()
+    }
+    for done in as_completed(submitted):
+        yield submitted[done], done
+
+
+def train_unpacked(values: dict[str, Any], files: Files, directory: Path) -> Curve:
+    """Train a run in a process that an executor has started: the task of a grid."""
+    try:
+        return train_or_resume(unpack(values, files), directory, fit)
+    except Preempted as e:  # its machine is taken away, or all are to stop
+        raise HeldElsewhere(f"it was interrupted: {e}") from None
+
+
+class Progress:
+    """How far a grid is."""
+
+    def __init__(self, runs: int, at_once: int):
+        """Begin. at_once: runs that are trained together."""
+        self._runs, self._at_once, self._began = runs, at_once, time.monotonic()
+        self._done = self._failed = 0
+
+    def count(self, is_good: bool) -> str:
+        """Return a bar, the numbers of runs and the time left, after one more run."""
+        self._done += 1
+        self._failed += not is_good
+        left = self._runs - self._done
+        seconds = int((time.monotonic() - self._began) / self._done * left)
+        bar = ("#" * (20 * self._done // self._runs)).ljust(20, "-")
+        said = f"{self._done} of {self._runs} done, {min(left, self._at_once)} running, {self._failed} failed"
+        return f" [{bar}] {said}, {seconds // 60}:{seconds % 60:02d} left"
 
 
 def train_or_resume(experiment: Experiment, directory: Path, fit_one: Callable[..., Any]) -> Curve:
     """Train a run to its end if needed, and return its curve. Raises `UserError` if it has another configuration.
 
-    fit_one: trains a run as `jaxgpt.fit` does.
+    Raises `HeldElsewhere` if another process trains it. fit_one: trains a run as `jaxgpt.fit` does.
     """
     diverged = directory / DIVERGED
-    validated = []
-    if is_run(directory):
-        check_same_configuration(read_metadata(directory), experiment)
-        validated = finite_values(read_metrics(directory / "metrics.jsonl"), "val_loss")
-    if diverged.exists():
-        return Curve()
-    if not validated or validated[-1][0] < experiment.train.steps:
-        try:
-            fit_one(experiment, directory, progress=False, extend=False)
-        except Diverged as e:
-            write_whole(diverged, f"{e}\n")
-            return Curve()
-    return read_curve(directory, read_metadata(directory).experiment)
+    with lock_run(directory, fresh=False, name=CLAIM):
+        validated = []
+        if is_run(directory):
+            check_same_configuration(read_metadata(directory), experiment)
+            validated = finite_values(read_metrics(directory / "metrics.jsonl"), "val_loss")
+        if diverged.exists():
+            return Curve(failure="diverged")
+        if not validated or validated[-1][0] < experiment.train.steps:
+            try:
+                fit_one(experiment, directory, progress=False, extend=False)
+            except Diverged as e:
+                write_whole(diverged, f"{e}\n")
+                return Curve(failure="diverged")
+        metadata = read_metadata(directory)
+        return dataclasses.replace(read_curve(directory, metadata.experiment), device=metadata.device)
 
 
 def read_curve(directory: Path, experiment: Experiment) -> Curve:
@@ -85,7 +184,8 @@ def read_curve(directory: Path, experiment: Experiment) -> Curve:
     elapsed = np.cumsum(np.diff(steps, prepend=0.0) * per_step / rates)
     at = [step for step, _ in validated]
     seconds = np.interp(at, [0.0, *steps], [0.0, *elapsed]).tolist()
-    return Curve(tokens=[step * per_step for step in at], seconds=seconds, losses=[loss for _, loss in validated])
+    tokens, losses = [step * per_step for step in at], [loss for _, loss in validated]
+    return Curve(tokens=tokens, seconds=seconds, losses=losses)
 
 
 def format_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

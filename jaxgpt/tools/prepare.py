@@ -9,28 +9,24 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import dataclasses
 import functools
 import glob
 import gzip
 import hashlib
 import io
 import itertools
-import multiprocessing
-import os
 import re
-import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from jaxgpt.config.validate import Count, Fraction, Interval
+from jaxgpt.config.validate import Fraction, Interval
 from jaxgpt.data.corpus import SPLITS, decode_text, parse_line
 from jaxgpt.data.tokenizer import (
     CONTEXT,
@@ -45,6 +41,7 @@ from jaxgpt.data.tokenizer import (
 )
 from jaxgpt.errors import UserError, first_line, reason_of, shell_line
 from jaxgpt.files import Result, is_there, open_file
+from jaxgpt.tools.executor import Executor, Workers, count_cores, open_executor
 
 KIND = re.compile(r"(?s).*\.(?:(txt|jsonl)(?:\.(gz|zst))?|parquet)")
 TAKES = "a source is .txt or .jsonl, also .gz or .zst, .parquet, a folder or glob of them, or OWNER/NAME[:CONFIG] on the Hub"
@@ -77,7 +74,7 @@ def prepare(
     column: str = "text",
     val_fraction: Fraction = 0.0005,
     shard_tokens: Annotated[int, Interval(ge=1000, le=2**31 - 1)] = 100_000_000,
-    workers: Count | None = None,
+    workers: Workers = Workers(),  # noqa: B008, it is frozen
     say: Callable[[str], None] = lambda text: None,
 ) -> Result:
     """Turn text into token shards for training.
@@ -92,7 +89,7 @@ def prepare(
         column: the text in .jsonl, .parquet and datasets
         val_fraction: share of the documents to hold out, chosen by the hash of their text
         shard_tokens: tokens per shard, of which the last has fewer
-        workers: processes that encode, which change no byte, by default one per core
+        workers: where the text is encoded, which changes no byte. By default a process for each core
         say: receives lines about the progress
     """
     # Not with the module, which each worker imports: jax takes 1.5 s.
@@ -100,7 +97,7 @@ def prepare(
     from jaxgpt.runs.directory import lock_run
 
     names, place, again = find_sources(sources), Path(out), "the same command goes on from where it was"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = dataclasses.replace(workers, on=workers.on or f"local:{count_cores()}", gpus=workers.gpus or 0)
     learned = re.fullmatch(r"bpe:(\d{3,7})", tokenizer)
     chosen = None if learned else find_tokenizer(tokenizer)
     given = {"sources": list(names), "tokenizer": tokenizer if chosen is None else fingerprint(chosen)}
@@ -118,13 +115,12 @@ def prepare(
             say(f"learning {tokenizer} from a sample of the text")
             chosen = train_bpe(sample_texts(list(names), column, val_fraction), int(learned[1]))
         chosen = chosen or load_tokenizer(place / "tokenizer.json")
-        encoded = encode_sources(index, chosen, place / "tokenizer.json", workers or cores, say)
-        with contextlib.closing(encoded):
-            write_shards(place, index, chosen, encoded, find_end(chosen))
+        with open_executor(workers, place) as executor:
+            encoded = encode_sources(index, chosen, place / "tokenizer.json", executor, say)
+            with contextlib.closing(encoded):
+                write_shards(place, index, chosen, encoded, find_end(chosen))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted: {again}") from None
-    except BrokenProcessPool:
-        raise UserError(f"a worker was ended, for lack of memory? Give fewer --workers: {again}") from None
     except OSError as e:  # what cannot be read is a `UserError` already
         raise UserError(f"cannot write into {place}: {reason_of(e)}. Make room: {again}") from None
     finally:
@@ -182,7 +178,7 @@ def check_files(place: Path, index: dict[str, Any]) -> None:
 
 
 def encode_sources(
-    index: dict[str, Any], tokenizer: Tokenizer, file: Path, workers: int, say: Callable[[str], None]
+    index: dict[str, Any], tokenizer: Tokenizer, file: Path, executor: Executor, say: Callable[[str], None]
 ) -> Generator[tuple[dict[str, np.ndarray], list[int]]]:
     """Yield the tokens of the sources from the index's position on, each batch with the position after it.
 
@@ -191,7 +187,7 @@ def encode_sources(
     given, names = index["arguments"], [*index["bytes"]]
     done, said = 0, time.monotonic()
     pieces = read_pieces(names, given["column"], given["val_fraction"], index["at"])
-    with contextlib.closing(encode_all(pieces, tokenizer, file, workers)) as encoded:
+    with contextlib.closing(encode_all(pieces, file, executor)) as encoded:
         for batch, tokens in encoded:
             for piece in batch:
                 done += piece.size
@@ -392,47 +388,28 @@ def encode_batch(tokenizer: Tokenizer, batch: list[Piece]) -> dict[str, np.ndarr
 
 
 def encode_all(
-    pieces: Iterable[Piece], tokenizer: Tokenizer, file: Path, workers: int
+    pieces: Iterable[Piece], file: Path, executor: Executor
 ) -> Generator[tuple[list[Piece], dict[str, np.ndarray]]]:
     """Yield (pieces, tokens of each split) of batches in order.
 
-    file: the tokenizer's, from which workers load it.
+    file: the tokenizer's, from which each process loads it.
     """
-    waiting, batch, size = deque(), [], 0
-    if workers == 1:
-        pool, work = ThreadPoolExecutor(1), functools.partial(encode_batch, tokenizer)
-    else:  # not forked: a copy of a lock that another thread holds is never released
-        context = multiprocessing.get_context("spawn")
-        pool, work = ProcessPoolExecutor(workers, context, _begin_worker), functools.partial(_work, file)
-    try:
-        for piece in itertools.chain(pieces, [None]):
-            if piece is not None:
-                batch.append(piece)
-                size += piece.size
-            if batch and (piece is None or size + 256 * len(batch) > PIECE):  # a million short texts are too many
-                waiting.append((batch, pool.submit(work, batch)))
-                batch, size = [], 0
-            while waiting and (piece is None or len(waiting) > 2 * workers):
-                done, future = waiting.popleft()
-                yield done, future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    waiting, batch, size = deque[tuple[list[Piece], Future]](), [], 0
+    for piece in itertools.chain(pieces, [None]):
+        if piece is not None:
+            batch.append(piece)
+            size += piece.size
+        if batch and (piece is None or size + 256 * len(batch) > PIECE):  # a million short texts are too many
+            waiting.append((batch, executor.submit(encode_apart, file.absolute(), batch)))
+            batch, size = [], 0
+        while waiting and (piece is None or len(waiting) > 2 * executor.size):
+            done, future = waiting.popleft()
+            yield done, future.result()
 
 
-def _begin_worker() -> None:
-    def leave() -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        parent.join()  # returns even if it was killed
-        os._exit(1)
-
-    threading.Thread(target=leave, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the first process
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker has its core
+_load = functools.cache(load_tokenizer)  # once in a process
 
 
-_load = functools.cache(load_tokenizer)  # once in a worker
-
-
-def _work(file: Path, batch: list[Piece]) -> dict[str, np.ndarray]:
+def encode_apart(file: Path, batch: list[Piece]) -> dict[str, np.ndarray]:
+    """Encode a batch in a process that an executor has started."""
     return encode_batch(_load(file), batch)

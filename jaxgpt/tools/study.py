@@ -23,10 +23,12 @@ from jaxgpt.runs.directory import is_run, read_metadata
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import describe_data_changes
 from jaxgpt.statistics import CONFIDENCE, count_pairs_needed, holm_levels, mean_interval, paired_p_values
+from jaxgpt.tools.executor import Workers, open_executor
 from jaxgpt.tools.grid import Curve, format_table, train_grid
 from jaxgpt.training import fit
 
-STUDY = "study.json"  # the result, next to the directories of the variants
+STUDY = "study.json"  # the result, next to the directories of the variants: the same whatever trains them
+SECONDS = "study-seconds.json"  # what depends on the machine: the comparison at equal seconds, and the devices
 # Fields that determine the validation data.
 METRIC = (
     *("data.corpus", "data.path", "data.val_fraction", "train.eval_tokens"),
@@ -41,7 +43,7 @@ class Comparison:
     """One variant compared with the first, at the same number of tokens or seconds."""
 
     variant: str
-    losses: list[float | None]  # by seed, None if it diverged
+    losses: list[float | None]  # by seed, None if it diverged, NaN if it failed
     mean: float | None = None  # None, here and below, if a run diverged or the seeds disagree
     deviation: float | None = None  # standard deviation over the seeds, None for fewer than two
     difference: float | None = None  # mean over seeds of (loss - loss of the first variant with the same seed)
@@ -69,6 +71,7 @@ class Study:
     seconds: Table
     seeds: int
     unit: str = ObjectiveConfig.unit  # what the validation losses are
+    devices: list[str] = dataclasses.field(default_factory=list)  # kinds of devices that trained the runs
     __repr__ = short_repr
 
     def __str__(self) -> str:
@@ -97,6 +100,10 @@ class Study:
                 f"Better and worse are corrected for {tests} comparisons (Holm): if nothing differs, at most 5% of "
                 "studies find a difference."
             )
+        if len(self.devices) > 1:
+            parts.append(
+                f"Devices of different kinds took part, which round sums differently: {', '.join(self.devices)}"
+            )
         return "\n\n".join(parts)
 
 
@@ -111,11 +118,13 @@ def run_study(
     seeds: int,
     say: Callable[[str], None] = lambda text: None,
     fit_one: Callable[..., Any] = fit,
-) -> Study:
+    workers: Workers = Workers(),  # noqa: B008, it is frozen
+) -> Study | None:
     """Train or resume every variant with seeds 0, 1, ... in subdirectories, compare them, and write `study.json`.
 
     All variants are trained with one seed before the next seed, so that a change in the machine's speed affects all
-    alike, and an interrupted study has complete rounds.
+    alike, and an interrupted study has complete rounds. The study may be run by several processes at once: whoever finds
+    all runs complete returns it, and the others return None.
 
     Args:
         variants: the experiments by name. The others are compared with the first.
@@ -123,6 +132,7 @@ def run_study(
         seeds: number of runs per variant.
         say: receives a line of text for each run.
         fit_one: trains a run as `jaxgpt.fit` does.
+        workers: where the runs are trained. By default in this process, one after another.
 
     Raises:
         UserError: the variants cannot be compared, see `check_comparable`.
@@ -140,12 +150,19 @@ def run_study(
         for seed in range(seeds)
         for name, experiment in variants.items()
     ]
-    curves = train_grid(grid, say, fit_one)
+    with open_executor(workers, directory) as executor:
+        curves = train_grid(grid, say, fit_one, executor, waits=False)
+    if curves is None:
+        return None
     unit = next(iter(variants.values())).objective.unit
     apart = DISAGREEMENT if unit == ObjectiveConfig.unit else math.inf
     by_variant = {name: curves[i :: len(variants)] for i, name in enumerate(variants)}
-    found = Study(**compare(by_variant, apart=apart), seeds=seeds, unit=unit)
-    write_whole(directory / STUDY, render_json(dataclasses.asdict(found), indent=1, ensure_ascii=False) + "\n")
+    devices = sorted({curve.device for curve in curves} - {""})
+    found = Study(**compare(by_variant, apart=apart), seeds=seeds, unit=unit, devices=devices)
+    content = dataclasses.asdict(found)
+    of_machines = {name: content.pop(name) for name in ("seconds", "devices")}
+    for file, part in ((STUDY, content), (SECONDS, of_machines)):
+        write_whole(directory / file, render_json(part, indent=1, ensure_ascii=False) + "\n")
     return found
 
 
@@ -161,7 +178,7 @@ def check_comparable(variants: Mapping[str, Experiment]) -> None:
         for field, (ours, theirs) in differences(variants[first], variants[name]).items():
             if field in METRIC:
                 raise _no_comparison(first, name, f"{field} is {short(ours)} and {short(theirs)}", "value")
-    places = [".", "..", STUDY, *(slug(name).casefold() for name in variants)]
+    places = [".", "..", STUDY, SECONDS, *(slug(name).casefold() for name in variants)]
     if twice := [name for name in variants if places.count(slug(name).casefold()) > 1]:
         raise UserError(f"variants {', '.join(map(repr, twice))} have no directory of their own: give them other names")
 
@@ -207,7 +224,7 @@ def compare(curves: Mapping[str, Sequence[Curve]], *, apart: float = DISAGREEMEN
         # A run has no loss before its first validation.
         known = at >= max((getattr(curve, axis)[0] for curve in complete), default=math.inf)
         losses[axis] = {
-            name: [float(np.interp(at, getattr(c, axis), c.losses)) if c.losses else None for c in seeds]
+            name: [float(np.interp(at, getattr(c, axis), c.losses)) if c.losses else c.last for c in seeds]
             for name, seeds in (curves if known else {}).items()
         }
     return {axis: Table(at=points[axis], rows=rows) for axis, rows in compare_losses(losses, apart=apart).items()}
@@ -218,8 +235,10 @@ def compare_losses(
 ) -> dict[str, list[Comparison]]:
     """Compare each variant with the first, paired by seed. All comparisons of all tables are one family of tests.
 
+    The tables share its error equally (Bonferroni), so that none depends on another. Within one it is Holm's procedure.
+
     Args:
-        tables: losses by seed of each variant, for each table. None means that the run diverged.
+        tables: losses by seed of each variant, for each table. None means that the run diverged, NaN that it failed.
         apart: the difference, and the fraction, from which the losses of a variant's seeds have no average.
     """
     rows: dict[tuple[str, str], Comparison] = {}
@@ -239,9 +258,14 @@ def compare_losses(
             if name != first and regular and not notes[first]:
                 family[table, name] = x - np.array(losses[first], np.float64)
     several = [x for x in family.values() if len(x) > 1]  # all or none, since all have the same seeds
-    p_values = paired_p_values(several) if several else np.ones(len(family))
-    for (key, x), p, level in zip(family.items(), p_values, holm_levels(p_values), strict=True):
-        row = rows[key]
+    p_values = dict(zip(family, paired_p_values(several) if several else np.ones(len(family)), strict=True))
+    levels: dict[tuple[str, str], float] = {}
+    for table in tables:
+        mine = [key for key in family if key[0] == table]
+        share = (1 - CONFIDENCE) / len(tables)
+        levels |= zip(mine, holm_levels([p_values[key] for key in mine], share), strict=True)
+    for key, x in family.items():
+        row, p, level = rows[key], p_values[key], levels[key]
         row.difference, row.verdict = float(x.mean()), "one seed: no interval"
         if several:
             row.margin = float(mean_interval(x, 1 - level).margin)
@@ -253,9 +277,11 @@ def compare_losses(
 
 def _describe_failures(losses: Sequence[float | None], apart: float) -> str:
     """Return why the losses of a variant have no meaningful average, or an empty text."""
-    finite = [x for x in losses if x is not None]
+    finite = [x for x in losses if x is not None and not math.isnan(x)]
+    if None in losses:
+        return f"{losses.count(None)} of {len(losses)} diverged"
     if len(finite) < len(losses):
-        return f"{len(losses) - len(finite)} of {len(losses)} diverged"
+        return f"{len(losses) - len(finite)} of {len(losses)} failed"
     if max(finite) - min(finite) > apart * max(1.0, min(finite)):
         return f"seeds disagree: {min(finite):.4f} to {max(finite):.4f}"
     return ""

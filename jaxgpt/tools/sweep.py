@@ -27,6 +27,7 @@ from jaxgpt.experiment import Experiment
 from jaxgpt.files import render_json, write_whole
 from jaxgpt.runs.directory import RUNS, is_run
 from jaxgpt.statistics import mean_interval
+from jaxgpt.tools.executor import Workers, open_executor
 from jaxgpt.tools.grid import format_table, train_grid
 from jaxgpt.training import fit
 
@@ -131,13 +132,13 @@ class Trial:
 
     trial: int  # its number, from 1
     point: dict[str, Any]  # {field: value}
-    losses: list[list[float | None]] = dataclasses.field(default_factory=list)  # by round and seed, None if it diverged
+    losses: list[list[float | None]] = dataclasses.field(default_factory=list)  # by round and seed: see `Curve.last`
 
     @property
     def mean(self) -> float:
-        """Return the mean of its last round, infinity if a run of it diverged."""
-        finite = [loss for loss in self.losses[-1] if loss is not None]
-        return float(np.mean(finite)) if len(finite) == len(self.losses[-1]) else math.inf
+        """Return the mean of its last round, infinity if a run of it diverged or failed."""
+        losses = self.losses[-1]
+        return math.inf if None in losses or np.isnan(losses).any() else float(np.mean(losses))
 
     def __str__(self) -> str:
         return f"trial {self.trial}, {', '.join(f'{field}={value}' for field, value in self.point.items())}"
@@ -183,9 +184,9 @@ class SweepResult:
 
 def _format_losses(losses: list[float | None]) -> str:
     """Return the mean over the seeds and its 95% interval, or that it diverged."""
-    finite = [loss for loss in losses if loss is not None]
+    finite = [loss for loss in losses if loss is not None and not math.isnan(loss)]
     if len(finite) < len(losses):
-        return f"{len(losses) - len(finite)} of {len(losses)} diverged"
+        return f"{len(losses) - len(finite)} of {len(losses)} {'diverged' if None in losses else 'failed'}"
     if len(finite) == 1:
         return f"{finite[0]:.4f}"
     mean, margin = mean_interval(np.asarray(finite))
@@ -217,6 +218,7 @@ def sweep(
     experiment: Experiment,
     say: Callable[[str], None] = lambda text: None,
     fit_one: Callable[..., Any] = fit,
+    workers: Workers = Workers(),  # noqa: B008, it is frozen
 ) -> SweepResult:
     """Search for the best learning rate, or other values.
 
@@ -230,6 +232,7 @@ def sweep(
         experiment: its fields are options too
         say: receives a line of text for each run.
         fit_one: trains a run as `jaxgpt.fit` does.
+        workers: where the runs of a round are trained
 
     Raises:
         UserError: a point is not a valid experiment, the directory has runs of another sweep, or all runs diverged.
@@ -250,21 +253,22 @@ def sweep(
         raise UserError(f"{directory} is a run and not a sweep: name another directory with --run-dir")
     total = sum(r.trials * len(r.seeds) * r.steps for r in rounds)
     say(f"{total:,} steps, {total / experiment.train.steps:.1f} times the steps of one full run")
-    for r, current in enumerate(rounds):
-        grid = []
-        for run_seed, trial in itertools.product(current.seeds, alive):
-            name, place = f"steps-{current.steps}-seed-{run_seed}", directory / f"trial-{trial.trial:02}"
-            label = f"round {r + 1} of {len(rounds)}, trial {trial.trial}, {name}"
-            grid.append((label, planned[trial.trial, current.steps, run_seed], place / name))
-        losses = [curve.losses[-1] if curve.losses else None for curve in train_grid(grid, say, fit_one)]
-        for i, trial in enumerate(alive):
-            trial.losses.append(losses[i :: len(alive)])
-        alive = sorted((trial for trial in alive if trial.mean < math.inf), key=lambda trial: trial.mean)
-        if not alive:
-            raise UserError(
-                f"all trials of {current.steps:,} steps diverged: vary over smaller values. See {directory}"
-            )
-        alive = alive[: rounds[min(r + 1, len(rounds) - 1)].trials]
+    with open_executor(workers, directory) as executor:
+        for r, current in enumerate(rounds):
+            grid = []
+            for run_seed, trial in itertools.product(current.seeds, alive):
+                name, place = f"steps-{current.steps}-seed-{run_seed}", directory / f"trial-{trial.trial:02}"
+                label = f"round {r + 1} of {len(rounds)}, trial {trial.trial}, {name}"
+                grid.append((label, planned[trial.trial, current.steps, run_seed], place / name))
+            losses = [curve.last for curve in train_grid(grid, say, fit_one, executor)]
+            for i, trial in enumerate(alive):
+                trial.losses.append(losses[i :: len(alive)])
+            alive = sorted((trial for trial in alive if trial.mean < math.inf), key=lambda trial: trial.mean)
+            if not alive:
+                raise UserError(
+                    f"all trials of {current.steps:,} steps diverged: vary over smaller values. See {directory}"
+                )
+            alive = alive[: rounds[min(r + 1, len(rounds) - 1)].trials]
     ranked = sorted(all_trials, key=lambda trial: (-len(trial.losses), trial.mean))
     found = SweepResult(directory=directory, rounds=rounds, trials=ranked)
     definition = {"experiment": to_dict(experiment), "over": over, "trials": trials, "seeds": seeds}

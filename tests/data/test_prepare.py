@@ -19,6 +19,7 @@ from jaxgpt.data.tokenizer import BPETokenizer, train_bpe
 from jaxgpt.errors import UserError
 from jaxgpt.tools import prepare as chapter
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
+from jaxgpt.tools.executor import LocalProcesses, Workers
 from jaxgpt.tools.prepare import prepare
 from tests.helpers import flip, run_command, sentencepiece, tiny_experiment
 
@@ -37,7 +38,7 @@ def known(tmp_path_factory):
 
 
 def call(source, out, known=None, tokenizer=None, **options):
-    options = {"workers": 1, "shard_tokens": 5000, "val_fraction": 0.2} | options
+    options = {"workers": Workers(on="local:1"), "shard_tokens": 5000, "val_fraction": 0.2} | options
     return prepare((str(source),), out=str(out), tokenizer=tokenizer or str(known / "tokenizer.json"), **options)
 
 
@@ -96,15 +97,15 @@ def write(kind, folder):
 
 
 def interrupted(after):
-    """Return `encode_batch`, interrupted at one batch."""
-    real, left = chapter.encode_batch, itertools.count()
+    """Return `LocalProcesses.submit`, interrupted at one batch."""
+    real, left = LocalProcesses.submit, itertools.count()
 
-    def encode(*args):
+    def submit(*args):
         if next(left) == after:
             raise KeyboardInterrupt
         return real(*args)
 
-    return encode
+    return submit
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl.gz", "jsonl.zst", "parquet", "hf"])
@@ -112,7 +113,7 @@ def interrupted(after):
 def test_every_format_gives_the_same_tokens_even_when_it_is_interrupted(kind, made, known, tmp_path, monkeypatch):
     source = write(kind, tmp_path / "in")
     monkeypatch.setattr(chapter, "PIECE", 10_000)
-    monkeypatch.setattr(chapter, "encode_batch", interrupted(4))
+    monkeypatch.setattr(LocalProcesses, "submit", interrupted(4))
     with pytest.raises(KeyboardInterrupt, match="interrupted: the same command goes on"):
         call(source, out := tmp_path / "out", known)
     assert json.loads((out / "index.json").read_text())["at"] != [0, 0, 0]
@@ -123,6 +124,7 @@ def test_every_format_gives_the_same_tokens_even_when_it_is_interrupted(kind, ma
 KILLED = """
 import os, signal, sys
 from jaxgpt.tools import prepare as chapter
+from jaxgpt.tools.executor import Workers
 chapter.PIECE = 10_000
 left, real = int(sys.argv[1]), os.replace
 def replace(*paths):
@@ -137,7 +139,7 @@ def replace(*paths):
     real(*paths)
 if __name__ == "__main__":
     os.replace = replace if left else real
-    chapter.prepare((sys.argv[2],), out=sys.argv[3], tokenizer=sys.argv[4], workers=int(sys.argv[5]),
+    chapter.prepare((sys.argv[2],), out=sys.argv[3], tokenizer=sys.argv[4], workers=Workers(on="local:" + sys.argv[5]),
                     shard_tokens=5000, val_fraction=0.2)
 """
 
