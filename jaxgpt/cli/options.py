@@ -22,7 +22,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
 
 # The options that `--help` leaves out: these, and those fields of an experiment that are not in COMMON.
-RARE = """name average extend cache-dtype min-p repetition-penalty frequency-penalty presence-penalty
+RARE = """name average extend cpus gpus tpus cache-dtype min-p repetition-penalty frequency-penalty presence-penalty
     logit-bias""".split()
 COMMON = """model.n-layer model.n-head model.n-embd model.block-size data.path data.corpus data.tokenizer
     optim.learning-rate train.steps train.batch-size train.seed train.init-from lora.rank""".split()

@@ -39,8 +39,8 @@ CARRIED = re.compile("(JAX|JAXGPT|XLA|HF)_.*|AWS_ENDPOINT_URL|STORAGE_EMULATOR_H
 class Workers(Checked):
     """Where tasks run, and what each of them takes."""
 
-    # local:N is N processes of this machine, which share its cores, or have a GPU each. ray is the cluster of RAY_ADDRESS,
-    # or one that is started here. ray://HOST:10001 is another. None means this process
+    # local:N is N processes of this machine, ray a cluster (RAY_ADDRESS, or one that is started here), ray://HOST:10001
+    # another one. None means here
     on: str | None = None
     cpus: PositiveInt = 1  # cores of a cluster for each task
     gpus: NonNegativeInt | None = None  # GPUs for each task. None means one with local:N, where there are any
@@ -196,6 +196,8 @@ class RayCluster:
                 task = self._task.options(num_cpus=0, num_gpus=0, resources={}, max_retries=1, scheduling_strategy=at)
                 try:
                     is_seen = self._ray.get(task.remote(*self._here, os.path.exists, sign.name), timeout=PATIENCE)
+                except self._ray.exceptions.TaskUnschedulableError:  # it has just gone
+                    continue
                 except Exception as e:
                     raise UserError(f"node {node['NodeManagerHostname']} cannot run a task: {_reason(e)}") from None
                 if not is_seen:

@@ -228,7 +228,7 @@ def sweep(
         over: FIELD=LOW..HIGH, or FIELD=A,B,C, once for each field that varies
         trials: points to try in the first round
         seeds: full runs of each finalist
-        run_dir: directory of the sweep, resumed if it exists, by default runs/sweeps/NAME
+        run_dir: its directory, resumed if it exists, by default runs/sweeps/NAME
         experiment: its fields are options too
         say: receives a line of text for each run.
         fit_one: trains a run as `jaxgpt.fit` does.

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +40,7 @@ variants = {{"base": experiment, "relu": dataclasses.replace(experiment, model=d
 COMMANDS = {
     "study": "study own.py --seeds 2 --run-dir {out}",
     "sweep": "sweep own.py --over optim.learning-rate=1e-4..1e-1 --trials 4 --seeds 2 --run-dir {out}",
-    "prepare": "prepare {text} --tokenizer byte --shard-tokens 20000 --out {out}",
+    "prepare": "prepare {long} --tokenizer byte --shard-tokens 1000000 --out {out}",
 }
 RESULTS = ("study.json", "sweep.json", "*.bin", "index.json")
 DEADLINE = 600  # seconds of one command
@@ -86,17 +87,34 @@ def read_results(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for pattern in RESULTS for path in sorted(out.glob(pattern))}
 
 
-@contextlib.contextmanager
-def two_nodes() -> Iterator[tuple[str, object]]:
-    """Start a Ray cluster of two nodes on this machine. Yield its address, and a function that removes one of them."""
-    from ray.cluster_utils import Cluster
+CLUSTER = """
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+node = cluster.add_node(num_cpus=1)
+print(cluster.address, flush=True)
+input()
+cluster.remove_node(node, allow_graceful=False)
+input()
+cluster.shutdown()
+"""
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    node = cluster.add_node(num_cpus=1)
+
+@contextlib.contextmanager
+def two_nodes(seconds: float) -> Iterator[str]:
+    """Start a Ray cluster of two nodes on this machine, and yield its address. One is removed after so many seconds."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    child = subprocess.Popen(
+        [sys.executable, "-c", CLUSTER], env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, **pipes
+    )
+    timer = threading.Timer(seconds, lambda: child.stdin and (child.stdin.write("\n"), child.stdin.flush()))
     try:
-        yield cluster.address, lambda: cluster.remove_node(node, allow_graceful=False)
+        address = child.stdout.readline().strip()
+        timer.start()
+        yield address
     finally:
-        cluster.shutdown()
+        timer.cancel()
+        timer.join()
+        child.communicate("\n\n", timeout=120)
 
 
 def main() -> None:
@@ -109,25 +127,23 @@ def main() -> None:
     rng, kills, differing, turns = random.Random(given.seed), 0, 0, 0
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        text = folder / "text.txt"
+        text, long = folder / "text.txt", folder / "long.txt"
         text.write_bytes(given.text.read_bytes()[:300_000])
+        long.write_bytes(given.text.read_bytes() * 60)
         (folder / "own.py").write_text(STUDY.format(text=str(text)))
         expected = {}
         for name, command in COMMANDS.items():
-            _, said = run(command.format(out=f"{name}-alone", text=text), folder, None, 0, rng)
+            _, said = run(command.format(out=f"{name}-alone", long=long), folder, None, 0, rng)
             expected[name] = read_results(folder / f"{name}-alone")
             assert not said and expected[name], said
         while kills < given.kills:
             for name, on in [(name, on) for name in COMMANDS for on in ("local:2", "ray")]:
                 out = f"{name}-{turns}"
                 turns += 1
-                how = (command := COMMANDS[name].format(out=out, text=text)), folder, on, 4, rng
+                how = (command := COMMANDS[name].format(out=out, long=long)), folder, on, 4, rng
                 if on == "ray":
-                    with two_nodes() as (address, remove):
-                        timer = __import__("threading").Timer(rng.uniform(8, 20), remove)
-                        timer.start()
+                    with two_nodes(rng.uniform(8, 20)) as address:
                         done, said = run(*how, RAY_ADDRESS=address)
-                        timer.cancel()
                 else:
                     done, said = run(*how)
                 is_equal = not said and read_results(folder / out) == expected[name]

@@ -91,7 +91,6 @@ class Fake:
         if len(self.runs) >= self.stop_after:
             raise Preempted("SIGINT: step 1 is saved. To continue: jaxgpt train --run-dir x")
         self.runs.append((directory, experiment))
-        directory.mkdir(parents=True)
         rate, steps, seed = experiment.optim.learning_rate, experiment.train.steps, experiment.train.seed
         if rate > self.largest:
             raise Diverged("10 steps skipped")
@@ -164,7 +163,6 @@ def test_a_diverged_run_is_last(tmp_path):
 
     def lose_one(experiment, directory, **how):
         if directory.parts[-2:] == (f"trial-{best:02}", "steps-600-seed-9"):
-            directory.mkdir(parents=True)
             raise Diverged("10 steps skipped")
         fake(experiment, directory, **how)
 
