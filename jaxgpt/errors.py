@@ -27,7 +27,7 @@ class Diverged(RaisedOnAllProcesses, RuntimeError):
     """Too many steps in a row were skipped, or the last validation loss is not finite. The last checkpoint is good."""
 
 
-def first_line(e: Exception) -> str:
+def first_line(e: BaseException) -> str:
     """Return the first line of an error's message, or its type."""
     return (str(e).strip().splitlines() or [type(e).__name__])[0]
 

@@ -76,14 +76,10 @@ def open_executor(workers: Workers, place: Path) -> Iterator[Executor | None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def count_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def count_threads() -> int:
     """Return the number of threads that XLA uses in this process, which is that of its cores unless NPROC is set."""
-    return int(os.environ.get("NPROC") or count_cores())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return int(os.environ.get("NPROC") or cores)
 
 
 class LocalProcesses:
@@ -160,30 +156,33 @@ class RayCluster:
         """Connect. Raises `UserError` if there is no cluster, or if a node of it cannot run the tasks."""
         try:
             import ray
+            import ray.exceptions
+            import ray.util.scheduling_strategies
         except ImportError:
             raise UserError(f"--on {workers.on} needs Ray: python -m pip install 'jaxgpt[ray]'") from None
+        self._ray, self._running = ray, set[Any]()
         carried = {name: value for name, value in os.environ.items() if CARRIED.fullmatch(name)}
         carried |= {"NPROC": str(count_threads()), "TOKENIZERS_PARALLELISM": "false"}
-        address = None if workers.on == "ray" else workers.on
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that is started here reports to nobody
         try:
+            address = None if workers.on == "ray" else workers.on
             ray.init(address, runtime_env={"env_vars": carried}, log_to_driver=False, logging_level=logging.ERROR)
-        except Exception as e:  # no such address, or another version of Ray or Python
+        except Exception as e:  # no such address, no token, or another version of Ray or Python
             raise UserError(f"--on {workers.on} finds no Ray cluster to connect to: {first_line(e)}") from None
-        self._ray, self._running = ray, set()
         needs = {"CPU": workers.cpus, "GPU": workers.gpus or 0, "TPU": workers.tpus}
         needs = {name: count for name, count in needs.items() if count}
-        others = {name: count for name, count in needs.items() if name == "TPU"}
-        how = {"num_cpus": workers.cpus, "num_gpus": workers.gpus or 0, "resources": others, "max_retries": RETRIES}
+        how: dict[str, Any] = {"num_cpus": workers.cpus, "num_gpus": workers.gpus, "max_retries": RETRIES}
+        how["resources"] = {name: count for name, count in needs.items() if name == "TPU"}
         self._task, self._here = ray.remote(**how)(_run_there), (os.getcwd(), _versions())
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        self.size = sum(min(int(node["Resources"].get(x, 0) // n) for x, n in needs.items()) for node in nodes)
         try:
-            nodes = [node for node in ray.nodes() if node["Alive"]]
-            self.size = sum(min(int(node["Resources"].get(x, 0) // n) for x, n in needs.items()) for node in nodes)
             if not self.size:
                 said = ", ".join(f"{n} {name}" for name, n in needs.items())
                 has = ", ".join(f"{ray.cluster_resources().get(name, 0):g} {name}" for name in needs)
                 raise UserError(f"a run needs {said} of one node, and the cluster has {has}: it could never start")
             self._check_nodes(nodes, place.absolute())
-        except BaseException:
+        except UserError:
             ray.shutdown()
             raise
 
@@ -195,7 +194,7 @@ class RayCluster:
                 at = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
                 task = self._task.options(num_cpus=0, num_gpus=0, resources={}, max_retries=1, scheduling_strategy=at)
                 try:
-                    is_seen = self._ray.get(task.remote(*self._here, os.path.exists, sign.name), timeout=PATIENCE)
+                    is_seen = self._ray.get(task.remote(*self._here, os.path.exists, (sign.name,)), timeout=PATIENCE)
                 except self._ray.exceptions.TaskUnschedulableError:  # it has just gone
                     continue
                 except Exception as e:
@@ -206,7 +205,7 @@ class RayCluster:
 
     def submit(self, function: Callable[..., Any], /, *args: Any) -> Future:
         """Run a task on some node."""
-        found, ref = Future[Any](), self._task.remote(*self._here, function, *args)
+        found, ref = Future[Any](), self._task.remote(*self._here, function, args)
         found.set_running_or_notify_cancel()
         self._running.add(ref)
 
@@ -238,7 +237,7 @@ def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("jaxgpt", "jax", "jaxlib")}
 
 
-def _run_there(folder: str, versions: dict[str, str], function: Callable[..., Any], *args: Any) -> Any:
+def _run_there(folder: str, versions: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Run a task on a node, in the first process's working directory, if the node has its versions."""
     wrong = [f"{name} {has}, here {versions[name]}" for name, has in _versions().items() if has != versions[name]]
     if wrong:

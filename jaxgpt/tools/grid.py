@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def train_grid(
     executor: Executor | None = None,
     *,
     waits: bool = True,
-) -> list[Curve] | None:
+) -> list[Curve]:
     """Train or resume the runs of a grid, and return their curves in its order.
 
     A run that fails does not end the others, unless it is the first to end.
@@ -66,16 +66,18 @@ def train_grid(
         say: receives a line of text for each run.
         fit_one: trains a run as `jaxgpt.fit` does. An executor calls `jaxgpt.fit`.
         executor: trains several at once. None means one after another, here.
-        waits: whether to wait for runs that other processes train. If not, None is returned while there are any.
+        waits: whether to wait for runs that other processes train.
 
     Raises:
         UserError: a directory has a run of another configuration, or the first run to end has failed by a mistake.
+        HeldElsewhere: other processes train all that is left, and `waits` is False.
     """
     for _, experiment, directory in grid:
         if is_run(directory):
             check_same_configuration(read_metadata(directory), experiment)
     curves: dict[int, Curve] = {}
-    progress, passed_over = Progress(len(grid), 1 if executor is None else executor.size), set[int]()
+    passed_over: set[int] = set()
+    at_once, began = 1 if executor is None else executor.size, time.monotonic()
     while left := {number: run for number, run in enumerate(grid) if number not in curves}:
         for number, done in train_here(left, fit_one) if executor is None else train_there(left, executor):
             name, error = grid[number][0], done.exception()
@@ -88,14 +90,20 @@ def train_grid(
                 raise error
             curve = curves[number] = done.result() if error is None else Curve(failure=first_line(error))
             ended = f"{curve.losses[-1]:.4f} after {curve.seconds[-1]:.1f} s" if curve.losses else curve.failure
-            say(f"{name}: {ended}{progress.count(bool(curve.losses))}")
+            progress = format_progress(curves.values(), len(grid), at_once, time.monotonic() - began)
+            say(f"{name}: {ended} {progress}")
         held = len(grid) - len(curves)
         if held == len(left):  # nothing new: all that is left is held
             if not waits:
-                say(f"other processes train {held} of {len(grid)} runs: the last one to end has the result")
-                return None
+                said = f"other processes train {held} of {len(grid)} runs: the last one to end has the result"
+                raise HeldElsewhere(said)
             time.sleep(POLL)
     return [curves[number] for number in range(len(grid))]
+
+
+def finite_losses(losses: Iterable[float | None]) -> list[float]:
+    """Return the losses of the runs that have one: see `Curve.last`."""
+    return [loss for loss in losses if loss is not None and math.isfinite(loss)]
 
 
 def train_here(runs: dict[int, GridRun], fit_one: Callable[..., Any]) -> Iterator[tuple[int, Future[Curve]]]:
@@ -129,23 +137,13 @@ def train_unpacked(values: dict[str, Any], files: Files, directory: Path) -> Cur
         raise HeldElsewhere(f"it was interrupted: {e}") from None
 
 
-class Progress:
-    """How far a grid is."""
-
-    def __init__(self, runs: int, at_once: int):
-        """Begin. at_once: runs that are trained together."""
-        self._runs, self._at_once, self._began = runs, at_once, time.monotonic()
-        self._done = self._failed = 0
-
-    def count(self, is_good: bool) -> str:
-        """Return a bar, the numbers of runs and the time left, after one more run."""
-        self._done += 1
-        self._failed += not is_good
-        left = self._runs - self._done
-        seconds = int((time.monotonic() - self._began) / self._done * left)
-        bar = ("#" * (20 * self._done // self._runs)).ljust(20, "-")
-        said = f"{self._done} of {self._runs} done, {min(left, self._at_once)} running, {self._failed} failed"
-        return f" [{bar}] {said}, {seconds // 60}:{seconds % 60:02d} left"
+def format_progress(curves: Collection[Curve], runs: int, at_once: int, seconds: float) -> str:
+    """Return a bar, the numbers of runs and the time left. seconds: since the first one began."""
+    done, failed = len(curves), sum(not curve.losses for curve in curves)
+    minutes, rest = divmod(int(seconds / done * (runs - done)), 60)
+    bar = ("#" * (20 * done // runs)).ljust(20, "-")
+    running = min(runs - done, at_once)
+    return f"[{bar}] {done} of {runs} done, {running} running, {failed} failed, {minutes}:{rest:02d} left"
 
 
 def train_or_resume(experiment: Experiment, directory: Path, fit_one: Callable[..., Any]) -> Curve:

@@ -41,7 +41,7 @@ from jaxgpt.data.tokenizer import (
 )
 from jaxgpt.errors import UserError, first_line, reason_of, shell_line
 from jaxgpt.files import Result, is_there, open_file
-from jaxgpt.tools.executor import Executor, Workers, count_cores, open_executor
+from jaxgpt.tools.executor import Executor, Workers, count_threads, open_executor
 
 KIND = re.compile(r"(?s).*\.(?:(txt|jsonl)(?:\.(gz|zst))?|parquet)")
 TAKES = "a source is .txt or .jsonl, also .gz or .zst, .parquet, a folder or glob of them, or OWNER/NAME[:CONFIG] on the Hub"
@@ -97,7 +97,7 @@ def prepare(
     from jaxgpt.runs.directory import lock_run
 
     names, place, again = find_sources(sources), Path(out), "the same command goes on from where it was"
-    workers = dataclasses.replace(workers, on=workers.on or f"local:{count_cores()}", gpus=workers.gpus or 0)
+    workers = dataclasses.replace(workers, on=workers.on or f"local:{count_threads()}", gpus=workers.gpus or 0)
     learned = re.fullmatch(r"bpe:(\d{3,7})", tokenizer)
     chosen = None if learned else find_tokenizer(tokenizer)
     given = {"sources": list(names), "tokenizer": tokenizer if chosen is None else fingerprint(chosen)}
@@ -116,6 +116,7 @@ def prepare(
             chosen = train_bpe(sample_texts(list(names), column, val_fraction), int(learned[1]))
         chosen = chosen or load_tokenizer(place / "tokenizer.json")
         with open_executor(workers, place) as executor:
+            assert executor is not None
             encoded = encode_sources(index, chosen, place / "tokenizer.json", executor, say)
             with contextlib.closing(encoded):
                 write_shards(place, index, chosen, encoded, find_end(chosen))

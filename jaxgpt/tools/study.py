@@ -19,12 +19,12 @@ from jaxgpt.experiment import Experiment
 from jaxgpt.files import render_json, write_whole
 from jaxgpt.loss import ObjectiveConfig
 from jaxgpt.parallel.multihost import initialize
-from jaxgpt.runs.directory import is_run, read_metadata
+from jaxgpt.runs.directory import HeldElsewhere, is_run, read_metadata
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import describe_data_changes
 from jaxgpt.statistics import CONFIDENCE, count_pairs_needed, holm_levels, mean_interval, paired_p_values
 from jaxgpt.tools.executor import Workers, open_executor
-from jaxgpt.tools.grid import Curve, format_table, train_grid
+from jaxgpt.tools.grid import Curve, finite_losses, format_table, train_grid
 from jaxgpt.training import fit
 
 STUDY = "study.json"  # the result, next to the directories of the variants: the same whatever trains them
@@ -150,9 +150,11 @@ def run_study(
         for seed in range(seeds)
         for name, experiment in variants.items()
     ]
-    with open_executor(workers, directory) as executor:
-        curves = train_grid(grid, say, fit_one, executor, waits=False)
-    if curves is None:
+    try:
+        with open_executor(workers, directory) as executor:
+            curves = train_grid(grid, say, fit_one, executor, waits=False)
+    except HeldElsewhere as e:
+        say(str(e))
         return None
     unit = next(iter(variants.values())).objective.unit
     apart = DISAGREEMENT if unit == ObjectiveConfig.unit else math.inf
@@ -277,7 +279,7 @@ def compare_losses(
 
 def _describe_failures(losses: Sequence[float | None], apart: float) -> str:
     """Return why the losses of a variant have no meaningful average, or an empty text."""
-    finite = [x for x in losses if x is not None and not math.isnan(x)]
+    finite = finite_losses(losses)
     if None in losses:
         return f"{losses.count(None)} of {len(losses)} diverged"
     if len(finite) < len(losses):

@@ -28,7 +28,7 @@ from jaxgpt.files import render_json, write_whole
 from jaxgpt.runs.directory import RUNS, is_run
 from jaxgpt.statistics import mean_interval
 from jaxgpt.tools.executor import Workers, open_executor
-from jaxgpt.tools.grid import format_table, train_grid
+from jaxgpt.tools.grid import finite_losses, format_table, train_grid
 from jaxgpt.training import fit
 
 SWEEP = "sweep.json"  # the definition and the result
@@ -137,8 +137,8 @@ class Trial:
     @property
     def mean(self) -> float:
         """Return the mean of its last round, infinity if a run of it diverged or failed."""
-        losses = self.losses[-1]
-        return math.inf if None in losses or np.isnan(losses).any() else float(np.mean(losses))
+        finite = finite_losses(self.losses[-1])
+        return float(np.mean(finite)) if len(finite) == len(self.losses[-1]) else math.inf
 
     def __str__(self) -> str:
         return f"trial {self.trial}, {', '.join(f'{field}={value}' for field, value in self.point.items())}"
@@ -184,7 +184,7 @@ class SweepResult:
 
 def _format_losses(losses: list[float | None]) -> str:
     """Return the mean over the seeds and its 95% interval, or that it diverged."""
-    finite = [loss for loss in losses if loss is not None and not math.isnan(loss)]
+    finite = finite_losses(losses)
     if len(finite) < len(losses):
         return f"{len(losses) - len(finite)} of {len(losses)} {'diverged' if None in losses else 'failed'}"
     if len(finite) == 1:

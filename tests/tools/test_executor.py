@@ -36,7 +36,7 @@ def test_a_task_is_run_again_and_shares_the_machine_with_the_threads_of_the_firs
     with open_executor(TWO, tmp_path) as executor:
         found = executor.submit(kill_self_once, tmp_path / "sign").result()
         lost = executor.submit(kill_self)
-        assert found == (str(chapter.count_threads()), max(1, chapter.count_cores() // 2))
+        assert found == (str(chapter.count_threads()), max(1, len(os.sched_getaffinity(0)) // 2))
         with pytest.raises(UserError, match="its process was ended 2 times, for lack of memory"):
             lost.result()
 
@@ -129,4 +129,4 @@ def test_a_ray_cluster_that_loses_a_node_finds_the_same_bytes(studied):
 
 def test_a_node_of_another_version_is_refused_by_name(monkeypatch):
     with pytest.raises(UserError, match=r"has another version \(jax .*, here 0.1\): install the same"):
-        chapter._run_there("/", chapter._versions() | {"jax": "0.1"}, os.getpid)
+        chapter._run_there("/", chapter._versions() | {"jax": "0.1"}, os.getpid, ())
