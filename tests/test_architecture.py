@@ -67,6 +67,7 @@ HOMES = {
     "uvicorn": ["serve.server"],
     "lm_eval": ["tools.evaluate.tasks"],
     "pyarrow": ["tools.prepare"],
+    "ray": ["tools.executor"],
     "datasets": ["tools.prepare"],
 }
 
