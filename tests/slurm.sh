@@ -42,7 +42,7 @@ trap 'exit 143' TERM
 [ -e "$folder/policy" ] || { printf '#!/bin/sh\nexit 101\n' > /usr/sbin/policy-rc.d && chmod 755 /usr/sbin/policy-rc.d; }
 export DEBIAN_FRONTEND=noninteractive
 { apt-get update -q && apt-get install -q -y --no-install-recommends slurmctld slurmd slurm-client munge; } &> "$folder/apt.log" ||
-  { tail -n 20 "$folder/apt.log" >&2 && exit 1; }
+  { tail -n 20 "$folder/apt.log" >&2 && exit 77; }
 echo "slurm: $(slurmctld -V) installed after $SECONDS s" >&2
 
 echo "127.0.0.1 n1 n2" >> /etc/hosts # JAX looks for the first node by its name

@@ -1,0 +1,43 @@
+"""`jaxgpt train --on ray`: the same command on each of several hosts of a Ray cluster, as one training."""
+
+import os
+import sys
+
+from jaxgpt.errors import UserError
+
+
+def train_on_ray(address: str | None, hosts: int, cpus: float, gpus: int, tpu_slice: str | None) -> None:
+    """Repeat this process's `jaxgpt train` in a worker on each host, in this folder, which all of them see.
+
+    cpus, gpus: of each host. tpu_slice: TPU-V6E:4x4, for example, whose hosts they are. Raises `UserError`.
+    """
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # with it, what a worker says comes twice
+    import ray
+    from ray.train.v2.api.config import RunConfig, ScalingConfig
+    from ray.train.v2.jax import JaxConfig, JaxTrainer
+
+    folder, words = os.getcwd(), sys.argv[1:] if sys.argv[1:2] == ["train"] else ["train", *sys.argv]
+
+    def repeat() -> None:
+        from jaxgpt.cli.main import main
+
+        os.chdir(folder)
+        main([*words, "--on", "here"])
+
+    environment = {"env_vars": {} if gpus or tpu_slice else {"JAX_PLATFORMS": "cpu"}}
+    if tpu_slice:
+        kind, _, topology = tpu_slice.partition(":")
+        meet = JaxConfig(use_tpu=True)
+        workers = ScalingConfig(num_workers=hosts, use_tpu=True, accelerator_type=kind, topology=topology)
+    else:
+        meet = JaxConfig(use_gpu=True)  # by the platform's name, which may be the CPU's
+        each = {"CPU": cpus, "GPU": gpus}
+        workers = ScalingConfig(
+            num_workers=hosts, use_gpu=gpus > 0, resources_per_worker=each, placement_strategy="SPREAD"
+        )
+    how = RunConfig(storage_path="/tmp/ray", worker_runtime_env=environment)
+    ray.init(address, ignore_reinit_error=True)
+    try:
+        JaxTrainer(repeat, jax_config=meet, scaling_config=workers, run_config=how).fit()
+    except Exception as e:
+        raise UserError("the training on Ray failed: its workers say above why") from e
