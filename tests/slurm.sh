@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# A SLURM of two nodes on this machine, for one command: tests/slurm.sh [--may-install] | COMMAND...
+# A SLURM of two nodes on this machine, for one command: tests/slurm.sh COMMAND...
 # Installs Debian's packages, starts the daemons in a temporary folder, waits until both nodes are idle, and runs the
 # command there, with a deadline of SLURM_DEADLINE seconds (600). At the end, whatever it is, the daemons, the files and
 # the packages that were not there before are removed. It starts no service and needs root: a container is meant.
+# Status 77: nothing may be installed here.
 set -euo pipefail
 
 if [ "$(id -u)" != 0 ] || ! command -v apt-get > /dev/null || command -v slurmctld > /dev/null; then
   echo "needs root, apt-get, and a machine without a SLURM of its own" >&2
   exit 77
 fi
-[ "${1:?a command}" != --may-install ] || exit 0
+[ $# != 0 ] || { echo "no command" >&2 && exit 2; }
 
 folder=$(mktemp -d)
 chmod 711 "$folder" # munged's socket is for everyone
@@ -41,7 +42,7 @@ trap 'exit 143' TERM
 # dpkg asks this script before it starts a service: none.
 [ -e "$folder/policy" ] || { printf '#!/bin/sh\nexit 101\n' > /usr/sbin/policy-rc.d && chmod 755 /usr/sbin/policy-rc.d; }
 export DEBIAN_FRONTEND=noninteractive
-{ apt-get update -q && apt-get install -q -y --no-install-recommends slurmctld slurmd slurm-client munge; } &> "$folder/apt.log" ||
+{ timeout 100 apt-get update -q && timeout 300 apt-get install -q -y --no-install-recommends slurmctld slurmd slurm-client munge; } &> "$folder/apt.log" ||
   { tail -n 20 "$folder/apt.log" >&2 && exit 77; }
 echo "slurm: $(slurmctld -V) installed after $SECONDS s" >&2
 

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from jaxgpt.errors import UserError
+from jaxgpt.errors import UserError, first_line
 
 
 def train_on_ray(address: str | None, hosts: int, cpus: float, gpus: int, tpu_slice: str | None) -> None:
@@ -36,8 +36,8 @@ def train_on_ray(address: str | None, hosts: int, cpus: float, gpus: int, tpu_sl
             num_workers=hosts, use_gpu=gpus > 0, resources_per_worker=each, placement_strategy="SPREAD"
         )
     how = RunConfig(storage_path="/tmp/ray", worker_runtime_env=environment)
-    ray.init(address, ignore_reinit_error=True)
     try:
+        ray.init(address)
         JaxTrainer(repeat, jax_config=meet, scaling_config=workers, run_config=how).fit()
     except Exception as e:
-        raise UserError("the training on Ray failed: its workers say above why") from e
+        raise UserError(f"training on Ray failed: {first_line(e)}") from e

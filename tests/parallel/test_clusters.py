@@ -50,7 +50,6 @@ def check_run(place, name):
 def test_slurm_trains_one_run_in_two_processes(place):
     words = " ".join([sys.executable, *TRAIN, "--data.path", "text.txt", "--run-dir", "slurm"])
     said = run_under_slurm(f"srun -N2 -n2 {words}", place)
-    print(said)
     assert "2 x cpu" in said and said.count("done in") == 1 and "slurm: all removed" in said
     check_run(place, "slurm")
 
@@ -64,13 +63,23 @@ def test_ray_trains_one_run_in_two_workers(place):
     check_run(place, "ray")
 
 
-def test_the_files_of_the_page_parse():
-    """Those of Kubernetes name what JAX needs to meet; scripts have bash's syntax."""
+def test_the_files_of_the_page_have_form():
+    """Bash and YAML can be read, and a JobSet names the first of its own pods. It stops there: no cluster is asked."""
     page = DOCS / "clusters.md"
-    scripts = [text for text in blocks(page, "bash") if text.startswith("#!")]
     yaml = pytest.importorskip("yaml", reason="pyyaml is not installed")
     files = [yaml.safe_load(text) for text in blocks(page, "yaml")]
-    scripts += [text["run"] for text in files if "run" in text]
-    assert len(scripts) > 3 and len(files) > 3
+    scripts = blocks(page, "sh") + blocks(page, "console") + [file["run"] for file in files if "run" in file]
     for script in scripts:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=60)
+    sets = [file for file in files if file.get("kind") == "JobSet"]
+    assert (len(scripts), len(files), len(sets)) == (8, 3, 2)
+    for file in sets:
+        assert file["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+        name, (hosts,) = file["metadata"]["name"], file["spec"]["replicatedJobs"]
+        first, job = f"{name}-{hosts['name']}-0-0.{name}:8476", hosts["template"]["spec"]
+        (container,) = job["template"]["spec"]["containers"]
+        given = dict(re.findall(r"--parallel\.(\S+)=(\S+)", " ".join(container["args"])))
+        assert job["parallelism"] == job["completions"] == int(given.get("processes", job["completions"]))
+        assert given.get("coordinator", first) == first and (
+            "google.com/tpu" in container["resources"]["limits"]
+        ) != bool(given)
