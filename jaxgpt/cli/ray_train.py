@@ -7,9 +7,9 @@ from jaxgpt.errors import UserError, first_line
 
 
 def train_on_ray(address: str | None, hosts: int, cpus: float, gpus: int, tpu_slice: str | None) -> None:
-    """Repeat this process's `jaxgpt train` in a worker on each host, in this folder, which all of them see.
+    """Repeat this process's `jaxgpt train` on each host, in this folder, which all of them see. Raises `UserError`.
 
-    cpus, gpus: of each host. tpu_slice: TPU-V6E:4x4, for example, whose hosts they are. Raises `UserError`.
+    cpus, gpus: of each host. tpu_slice: TPU-V6E:4x4, for example, whose hosts they are.
     """
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # with it, what a worker says comes twice
     import ray
@@ -24,18 +24,16 @@ def train_on_ray(address: str | None, hosts: int, cpus: float, gpus: int, tpu_sl
         os.chdir(folder)
         main([*words, "--on", "here"])
 
-    environment = {"env_vars": {} if gpus or tpu_slice else {"JAX_PLATFORMS": "cpu"}}
     if tpu_slice:
         kind, _, topology = tpu_slice.partition(":")
-        meet = JaxConfig(use_tpu=True)
         workers = ScalingConfig(num_workers=hosts, use_tpu=True, accelerator_type=kind, topology=topology)
     else:
-        meet = JaxConfig(use_gpu=True)  # by the platform's name, which may be the CPU's
         each = {"CPU": cpus, "GPU": gpus}
-        workers = ScalingConfig(
-            num_workers=hosts, use_gpu=gpus > 0, resources_per_worker=each, placement_strategy="SPREAD"
-        )
-    how = RunConfig(storage_path="/tmp/ray", worker_runtime_env=environment)
+        workers = ScalingConfig(num_workers=hosts, use_gpu=gpus > 0, resources_per_worker=each)
+        workers.placement_strategy = "SPREAD"
+    meet = JaxConfig(use_tpu=bool(tpu_slice), use_gpu=not tpu_slice)  # which goes by the platform's name, a CPU's too
+    platform = {} if gpus or tpu_slice else {"JAX_PLATFORMS": "cpu"}
+    how = RunConfig(storage_path="/tmp/ray", worker_runtime_env={"env_vars": platform})
     try:
         ray.init(address)
         JaxTrainer(repeat, jax_config=meet, scaling_config=workers, run_config=how).fit()
