@@ -17,7 +17,7 @@ import jax
 
 from jaxgpt.cli.console import report_errors, say, say_error, take_traceback
 from jaxgpt.cli.options import parse
-from jaxgpt.config.validate import check_value
+from jaxgpt.config.validate import Count, NonNegativeInt, check_value
 from jaxgpt.data.conversations import find_validation_prompt
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError, shell_line
@@ -36,6 +36,10 @@ def train(
     run_dir: str | None = None,
     fresh: bool = False,
     extend: bool = False,
+    on: str = "here",
+    hosts: Count = 1,
+    gpus: NonNegativeInt = 0,
+    tpu_slice: str | None = None,
     experiment: Experiment,
     callbacks: Sequence[Callable[[dict[str, Any]], None]] = (),
 ) -> None:
@@ -47,7 +51,15 @@ def train(
         run_dir: run directory, resumed if it exists. None means runs/NAME
         fresh: move an old run aside, start over
         extend: continue to more train.steps, although the learning rate rises again
+        on: ray or ray://HOST:10001, to train on several hosts of a Ray cluster
+        hosts: how many of them
+        gpus: GPUs of each
+        tpu_slice: the slice of TPUs whose hosts they are, such as TPU-V6E:4x4. None means CPUs or GPUs
     """
+    if on != "here":
+        from jaxgpt.cli.ray_train import train_on_ray
+
+        return train_on_ray(None if on == "ray" else on, hosts, 1, gpus, tpu_slice)
     from jaxgpt.training import fit
 
     configure_jax()
