@@ -67,7 +67,7 @@ HOMES = {
     "uvicorn": ["serve.server"],
     "lm_eval": ["tools.evaluate.tasks"],
     "pyarrow": ["tools.prepare"],
-    "ray": ["tools.executor"],
+    "ray": ["cli.ray_train", "tools.executor"],
     "datasets": ["tools.prepare"],
 }
 

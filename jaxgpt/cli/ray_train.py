@@ -12,9 +12,12 @@ def train_on_ray(address: str | None, hosts: int, cpus: float, gpus: int, tpu_sl
     cpus, gpus: of each host. tpu_slice: TPU-V6E:4x4, for example, whose hosts they are.
     """
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # with it, what a worker says comes twice
-    import ray
-    from ray.train.v2.api.config import RunConfig, ScalingConfig
-    from ray.train.v2.jax import JaxConfig, JaxTrainer
+    try:
+        import ray
+        from ray.train.v2.api.config import RunConfig, ScalingConfig
+        from ray.train.v2.jax import JaxConfig, JaxTrainer
+    except ImportError:
+        raise UserError("--on ray needs Ray: python -m pip install 'jaxgpt[ray]'") from None
 
     folder, words = os.getcwd(), sys.argv[1:] if sys.argv[1:2] == ["train"] else ["train", *sys.argv]
 
@@ -22,7 +25,7 @@ def train_on_ray(address: str | None, hosts: int, cpus: float, gpus: int, tpu_sl
         from jaxgpt.cli.main import main
 
         os.chdir(folder)
-        main([*words, "--on", "here"])
+        main([*words, "--on", "None"])
 
     if tpu_slice:
         kind, _, topology = tpu_slice.partition(":")

@@ -36,7 +36,7 @@ def train(
     run_dir: str | None = None,
     fresh: bool = False,
     extend: bool = False,
-    on: str = "here",
+    on: str | None = None,
     hosts: Count = 1,
     gpus: NonNegativeInt = 0,
     tpu_slice: str | None = None,
@@ -51,12 +51,12 @@ def train(
         run_dir: run directory, resumed if it exists. None means runs/NAME
         fresh: move an old run aside, start over
         extend: continue to more train.steps, although the learning rate rises again
-        on: ray or ray://HOST:10001, to train on several hosts of a Ray cluster
+        on: ray or ray://HOST:10001, to train on several hosts of a Ray cluster. None means here
         hosts: how many of them
         gpus: GPUs of each
         tpu_slice: the slice of TPUs whose hosts they are, such as TPU-V6E:4x4. None means CPUs or GPUs
     """
-    if on != "here":
+    if on is not None:
         from jaxgpt.cli.ray_train import train_on_ray
 
         return train_on_ray(None if on == "ray" else on, hosts, 1, gpus, tpu_slice)
