@@ -27,6 +27,7 @@ from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.parallel.limits import count_parameters
 from jaxgpt.parallel.multihost import one_copy, whole_everywhere
 from jaxgpt.parallel.strategy import with_shardings
+from jaxgpt.runs.bucket import name_of
 from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
 from jaxgpt.runs.directory import RunMetadata, find_run, load_run_tokenizer, read_metadata
 from jaxgpt.runs.pretrained import restore_merged_params
@@ -119,7 +120,7 @@ class Run:
     def __repr__(self) -> str:
         size = f"{count_parameters(self.model.shapes()):,} parameters"
         loss = "not measured" if self.val_loss is None else f"{self.val_loss:.4f} {self.experiment.objective.unit}"
-        return f"Run({self.experiment.name}, {size}, step {self.step:,}, validation loss {loss}, in {self.directory})"
+        return f"Run({self.experiment.name}, {size}, step {self.step:,}, validation loss {loss}, in {name_of(self.directory)})"
 
     def sample(self, prompt: str | list[str], **options: Unpack[SampleOptions]) -> str | list[str]:
         """Return the completion of a prompt, without the prompt, or a list of completions of a list of prompts.
@@ -229,7 +230,7 @@ def load(
     """Load the run in a directory, ready to sample on this machine. Raises `UserError` if it has no checkpoint.
 
     Args:
-        run: the run directory. None means the newest under `runs/`.
+        run: the run directory, or its address in a bucket. None means the newest under `runs/`.
         which: "best" for the checkpoint with the lowest validation loss, "last" for the newest, or a step.
         average: return the mean of the parameters of this many checkpoints, the last ones, which is less noisy while
             the learning rate is still high (Vaswani et al. 2017 average 5). `train.keep_last` must keep as many.

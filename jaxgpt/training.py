@@ -23,6 +23,7 @@ from jax.experimental import multihost_utils
 
 from jaxgpt.batch import Batch
 from jaxgpt.config.validate import check_value
+from jaxgpt.data.corpus import service_errors
 from jaxgpt.data.dataset import DataConfig, resolve_vocab
 from jaxgpt.data.mixture import parts_of
 from jaxgpt.data.pipeline import Dataset, Split, training_batches, validation_batches
@@ -37,6 +38,7 @@ from jaxgpt.parallel.signals import catch_signals
 from jaxgpt.parallel.strategy import ONE_DEVICE, StepFn
 from jaxgpt.parallel.trainer import IN_FLIGHT, Trainer, gather_params, make_trainer, mean_loss
 from jaxgpt.runs import checks
+from jaxgpt.runs.bucket import Bucket, address_of, name_of
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.code import check_same_code, is_trusting, name_with_place, own_classes, with_classes_of
 from jaxgpt.runs.directory import (
@@ -77,7 +79,7 @@ def fit(
 
     Args:
         experiment: what to train, and how.
-        run_dir: the run directory. None means `runs/NAME`, by the name of the experiment.
+        run_dir: the run directory, or its address in a bucket. None means `runs/NAME`, by the experiment's name.
         fresh: move an old run aside and start over.
         extend: whether a run may go on to more steps. None means unless its learning rate would rise.
         trust_code: resume a run with its own copy of its classes' code.
@@ -95,17 +97,21 @@ def fit(
     check_value("experiment", experiment, Experiment)
     if setup:
         configure_jax()
-    directory = Path(run_dir) if run_dir is not None else RUNS / experiment.name
+    directory, address = Path(RUNS / experiment.name if run_dir is None else run_dir), address_of(run_dir)
     multihost.initialize(experiment.parallel)
     first_device()  # here, so that JAX reports a missing device before anything else is done
     with contextlib.ExitStack() as stack:
         with multihost.raise_on_all():  # the user can repair what fails here, so nothing is written yet
-            recorded = None
+            bucket, recorded = None, None
+            if address is not None:
+                bucket = hold_bucket(stack, address, fresh=fresh)
+                directory = bucket.directory
             if is_resumable(directory, fresh):
                 recorded = read_metadata(directory, trust_code=trust_code)
                 if trust_code or is_trusting():
                     experiment = with_classes_of(recorded.given, experiment)
             training = open_training(experiment, directory, recorded, extend=extend)
+            training.checkpoints.bucket = bucket
             profiled = parse_steps(training.experiment.train.profile)
         multihost_utils.sync_global_devices("connected")  # now: a process that compiles would be late
         start = multihost.on_process_0(lambda: open_directory(stack, training, recorded, fresh=fresh))
@@ -260,7 +266,7 @@ class Training:
     @property
     def how_to_continue(self) -> str:
         """Return the command that resumes the run, in a sentence."""
-        return f"To continue: {shell_line('jaxgpt', 'train', '--run-dir', self.directory)}"
+        return f"To continue: {shell_line('jaxgpt', 'train', '--run-dir', name_of(self.directory))}"
 
     def start_compiling(self, start: int) -> StepFn:
         """Compile the step in a thread, if one device takes it. Return a step that waits for it."""
@@ -479,6 +485,19 @@ def check_first_step(training: Training) -> None:
         raise UserError(f"{to_blame} gives NaN or infinity: {how}")
 
 
+def hold_bucket(stack: contextlib.ExitStack, address: str, *, fresh: bool) -> Bucket:
+    """Open a run in a bucket, which no other process trains until `stack` ends."""
+    if multihost.is_multiprocess():
+        raise UserError(f"{address}: several processes need a --run-dir that all of them see, such as a mounted bucket")
+    with service_errors("train in", address):
+        bucket = Bucket(address)
+        stack.callback(lock_run(bucket.directory, fresh=False).release, force=True)
+        bucket.hold(stack)
+    if fresh and is_run(bucket.directory):
+        raise UserError(f"{address} holds a run, which --fresh does not move: delete it, or name another --run-dir")
+    return bucket
+
+
 def open_directory(
     stack: contextlib.ExitStack, training: Training, recorded: RunMetadata | None, *, fresh: bool
 ) -> int:
@@ -486,8 +505,9 @@ def open_directory(
 
     stack: keeps the directory locked. recorded: the run to resume. None means a new one.
     """
-    directory = training.directory
-    stack.enter_context(lock_run(directory, fresh))
+    directory, bucket = training.directory, training.checkpoints.bucket
+    if bucket is None:
+        stack.callback(lock_run(directory, fresh).release, force=True)
     if recorded is None:
         if is_run(directory):
             raise UserError(f"another process has just started {directory}: to resume it, run this again")
@@ -510,6 +530,10 @@ def open_directory(
     rewind_metrics(directory / "metrics.jsonl", step)
     if recorded is not None:
         extend_metadata(recorded, training.given, after=step)
+    if bucket is not None:
+        with service_errors("write", bucket.address):
+            bucket.synchronise()
+        stack.callback(bucket.push, is_last=True)
     return step
 
 
@@ -533,7 +557,7 @@ def introduction(training: Training, start: int) -> Iterator[str]:
         yield f"{strategy.name}: {rows} sequences per step are {parts} parts of {each}"
     tokens = f"{len(dataset.train):,} training and {len(dataset.val):,} validation tokens"
     size = f"vocabulary {experiment.model.vocab_size}; {rows * context:,} tokens per step"
-    yield f"{tokens}, {size}; run in {training.directory}"
+    yield f"{tokens}, {size}; run in {name_of(training.directory)}"
     for name, (weight, part) in parts_of(dataset.train).items():
         if name:
             epochs = weight * train.steps * rows * context / len(part)

@@ -45,7 +45,7 @@ TABLE = {
     TEXT: {
         "--data.tokenizer tokenizer_deep.json": "nested too deeply",
         "--run-dir runs/tiny --train.seed 7": "train.seed 0 -> 7",
-        "--run-dir gs://bucket/x": "gs:/bucket/x is an address",
+        "--run-dir ftp://host/x": "ftp://host/x is not in a bucket (gs:// or s3://)",
     },
     "sample ": {
         "nowhere": "nowhere is not a run directory: there is no such directory",

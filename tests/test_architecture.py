@@ -58,7 +58,7 @@ HOMES = {
     "jinja2": ["data.render"],
     "llguidance": ["sample.grammar"],
     "matplotlib": ["runs.metrics"],
-    "filelock": ["data.corpus", "runs.directory"],
+    "filelock": ["data.corpus", "runs.bucket", "runs.directory"],
     "fsspec": ["data.corpus"],
     "safetensors": ["hf.weights"],
     "gguf": ["gguf.file"],

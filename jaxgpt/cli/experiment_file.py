@@ -15,7 +15,7 @@ from jaxgpt.experiment import Experiment
 from jaxgpt.files import is_there
 from jaxgpt.presets import EXPERIMENTS, find_preset, finetune, quickstart
 from jaxgpt.runs.code import run_file
-from jaxgpt.runs.directory import RunMetadata, is_run, read_metadata
+from jaxgpt.runs.directory import RunMetadata, fetch_run, is_run, read_metadata
 
 
 def choose_experiment(name: str, arguments: list[str]) -> tuple[Experiment, list[Callable[..., Any]]]:
@@ -75,4 +75,5 @@ def resumed_run(argv: list[str]) -> RunMetadata | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--run-dir", "--run_dir", nargs="?")
     named = parser.parse_known_args(argv)[0].run_dir
-    return read_metadata(Path(named)) if named and is_run(Path(named)) else None
+    directory = fetch_run(named) if named else None
+    return read_metadata(directory) if directory is not None and is_run(directory) else None

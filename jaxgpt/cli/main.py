@@ -95,6 +95,7 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
     import_jax()
     from jaxgpt.cli.experiment_file import choose_experiment
     from jaxgpt.cli.options import parse
+    from jaxgpt.runs.bucket import address_of
     from jaxgpt.runs.code import trust_code
     from jaxgpt.runs.directory import is_run
 
@@ -103,7 +104,7 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
         arguments.remove("--trust-code")
         trust_code()
     named = arguments[0] if arguments and not arguments[0].startswith("-") else None
-    if name in TAKE_MODELS and named and not is_run(Path(named)):
+    if name in TAKE_MODELS and named and address_of(named) is None and not is_run(Path(named)):
         from jaxgpt.cli.adopt import find_run_of  # half a second, which no run needs
 
         arguments[0] = find_run_of(named)

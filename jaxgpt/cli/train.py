@@ -26,6 +26,7 @@ from jaxgpt.files import open_file, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.parallel.multihost import exit_now, is_process_0
 from jaxgpt.presets import EXPERIMENTS, quickstart
+from jaxgpt.runs.bucket import Bucket, address_of, name_of
 
 if TYPE_CHECKING:
     from jaxgpt.run import Run
@@ -94,7 +95,7 @@ def train(
     words = ["--chat"] if experiment.data.is_chat else []
     if prompt:
         words += [f"--prompt={prompt}"] if prompt.startswith("-") else ["--prompt", prompt]
-    print(f"next: {shell_line('jaxgpt', 'sample', run.directory, *words)}")
+    print(f"next: {shell_line('jaxgpt', 'sample', name_of(run.directory), *words)}")
 
 
 def label_own_text(experiment: Experiment, run_dir: str | None) -> Experiment:
@@ -149,8 +150,11 @@ def _print_sample(run: Run, experiment: Experiment) -> str | None:
             say(f"no sample: {e}")
             return None
         text = f"{prompt}\n\n{sampled}" if data.is_packed else f"{prompt}{sampled}"
-        with contextlib.suppress(OSError):  # it is printed anyway
+        address = address_of(name_of(run.directory))
+        with contextlib.suppress(Exception):  # it is printed anyway
             write_whole(run.directory / "sample.txt", text + "\n")
+            if address is not None:
+                Bucket(address).send("sample.txt")
         print(f"\n{text}\n", flush=True)
     return prompt.rstrip("\n") if prompt.strip() else ""
 

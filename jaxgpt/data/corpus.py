@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import dataclasses
 import hashlib
 import http.client
@@ -19,7 +20,7 @@ from typing import Any, BinaryIO
 
 import filelock
 
-from jaxgpt.errors import UserError, reason_of
+from jaxgpt.errors import UserError, first_line, reason_of
 from jaxgpt.files import (
     cache_directory,
     is_there,
@@ -124,28 +125,44 @@ def find_copy(url: str) -> Path:
 def fetch(url: str) -> Path:
     """Return a copy in the cache of the file, or the folder of token shards or texts, at gs:// or s3://.
 
-    It is downloaded once. Raises `UserError` if that fails. Only buckets are read: fsspec's other
-    protocols connect to any host, and its chained addresses can run code.
+    It is downloaded once. Raises `UserError` if that fails.
     """
-    protocol, _, root = url.partition("://")
-    if protocol not in BUCKETS or "::" in root:
-        raise UserError(f"{url} is not in a bucket (gs:// or s3://): download it, and name the file or folder")
     copy = find_copy(url)
     make_cache(copy.parent)
-    try:
-        import fsspec  # takes 0.1 s to import, which local data do without
+    with service_errors("read", url), filelock.FileLock(f"{copy}.lock"):  # one process of a host downloads
+        if not copy.exists():
+            _download_bucket(*open_bucket(url), copy)
+    return find_copy(url)
 
-        if tuple(map(int, version("fsspec").split(".")[:2])) < LEAST_FSSPEC:
-            raise ImportError(f"fsspec {version('fsspec')} is too old")
-        with filelock.FileLock(f"{copy}.lock"):  # one process of a host downloads
-            if not copy.exists():
-                _download_bucket(fsspec.filesystem(protocol), root, copy)
+
+def open_bucket(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system for an address at gs:// or s3://, and the path there.
+
+    Raises `UserError` for others: fsspec's other protocols connect to any host, and its chained
+    addresses can run code.
+    """
+    protocol, _, root = url.partition("://")
+    if protocol not in BUCKETS or "::" in root or not root:
+        raise UserError(f"{url} is not in a bucket (gs:// or s3://): download it, and name the file or folder")
+    import fsspec  # takes 0.1 s to import, which local data do without
+
+    if tuple(map(int, version("fsspec").split(".")[:2])) < LEAST_FSSPEC:
+        raise ImportError(f"fsspec {version('fsspec')} is too old")
+    return fsspec.filesystem(protocol), root
+
+
+@contextlib.contextmanager
+def service_errors(doing: str, url: str) -> Iterator[None]:
+    """Turn what fails in a bucket into a `UserError`: each service has exceptions of its own."""
+    try:
+        yield
+    except UserError:
+        raise
     except ImportError as e:
         raise UserError(f"{url} needs another package: python -m pip install 'jaxgpt[remote]' ({e})") from None
-    except Exception as e:  # each service has exceptions of its own
-        why = str(e).strip().partition("\n")[0] or type(e).__name__
-        raise UserError(f"cannot read {url}: {why}. Check the address and your credentials for it") from None
-    return find_copy(url)
+    except Exception as e:
+        check = "Check the address, your credentials for it, and the room on the disk"
+        raise UserError(f"cannot {doing} {url}: {first_line(e)}. {check}") from None
 
 
 def _download_bucket(fs: Any, root: str, folder: Path) -> None:

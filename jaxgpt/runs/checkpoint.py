@@ -32,6 +32,7 @@ from flax import struct
 from jaxgpt.errors import CheckpointSaveError, UserError, reason_of, shell_line
 from jaxgpt.files import json_sha256, read_bytes, write_whole
 from jaxgpt.parallel import multihost
+from jaxgpt.runs.bucket import Bucket, name_of
 from jaxgpt.train import Params, TrainState
 
 if TYPE_CHECKING:  # 0.5 s to import, so functions that need it import it
@@ -82,6 +83,7 @@ class Checkpoints:
         # what it wrote, and taking the SHA-256 in a step would delay it.
         self._pool = ThreadPoolExecutor(1)
         self._sealing: Future | None = None
+        self.bucket: Bucket | None = None  # where each checkpoint is sent
 
     def steps(self) -> list[int]:
         """Return the steps in order. Directories whose name is no plain integer are ignored."""
@@ -236,6 +238,8 @@ class Checkpoints:
                     self.remove(old)
         except Exception as e:
             raise self._fail(step, e) from None
+        if self.bucket is not None:
+            self.bucket.push()
 
     def _fail(self, step: int, e: Exception) -> CheckpointSaveError:
         said = f"step {step} could not be saved in {self._directory}: {reason_of(e)}"
@@ -303,8 +307,8 @@ def open_checkpoints(run: Path) -> Checkpoints:
     """Open the checkpoints of an existing run. Raises `UserError` if it has none yet."""
     checkpoints = Checkpoints(run / "checkpoints")
     if not checkpoints.steps():
-        command = shell_line("jaxgpt", "train", "--run-dir", run)
-        raise UserError(f"{run} has no checkpoint yet: train it with `{command}`")
+        command = shell_line("jaxgpt", "train", "--run-dir", name_of(run))
+        raise UserError(f"{name_of(run)} has no checkpoint yet: train it with `{command}`")
     return checkpoints
 
 

@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import platform
-import re
 import socket
 import sys
 import time
@@ -21,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from jaxgpt.config.serialize import Checked, from_dict, to_dict
 from jaxgpt.config.validate import NonNegativeInt, PositiveInt, Size, check_value, short, short_repr
-from jaxgpt.errors import UserError, reason_of, shell_line
+from jaxgpt.data.corpus import service_errors
+from jaxgpt.errors import HeldElsewhere, UserError, reason_of, shell_line
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import is_there, json_sha256, read_json, write_whole
 from jaxgpt.model import GPTConfig
+from jaxgpt.runs.bucket import BEGINNINGS, Bucket, address_of, name_of
 from jaxgpt.runs.code import CodeError, digests_of, find_class, keep_code, own_code
 
 if TYPE_CHECKING:  # 0.1 s to import
@@ -38,10 +39,6 @@ CLAIM = ".claim"  # the lock of a run of a grid, held from before anything is co
 STALE = 3600  # seconds without a line of metrics.jsonl, after which the holder of a lock may be gone
 PATIENCE = 0.2  # seconds: `is_training` holds the lock for an instant
 FORMAT = 2  # of experiment.json and the run directory, raised when an older reader would misread it
-# Names of files in the directory of a run that was killed before it wrote experiment.json.
-BEGINNINGS = re.compile(
-    r"\.lock|\.claim|(tokenizer|tokenizer_config|special_tokens_map|experiment)\.json(\..*)?|chat_template\.jinja|hf|code"
-)
 # The addresses of other processes do not belong to a record: one process may resume the run.
 ALONE: dict[str, Any] = {"coordinator": None, "processes": None, "process_id": None}
 LARGEST_METADATA = 2**24  # longest experiment.json to read, in bytes: about 100,000 token files
@@ -49,7 +46,7 @@ LARGEST_METADATA = 2**24  # longest experiment.json to read, in bytes: about 100
 
 def is_run(directory: Path) -> bool:
     """Return whether a directory holds a run. Raises `UserError` for an address: gs://bucket/run."""
-    if re.match(r"[A-Za-z][\w+.-]+:/", str(directory)):  # `Path` has made one slash of two
+    if address_of(directory) is not None:
         raise UserError(f"{directory} is an address: a run needs a directory of this machine")
     return is_there(directory, "A run directory is needed.") and (directory / "experiment.json").exists()
 
@@ -68,24 +65,31 @@ def is_resumable(directory: Path, fresh: bool) -> bool:
     return False
 
 
+def fetch_run(run: str | Path) -> Path:
+    """Return the directory of a run, which need not exist. For an address it is a copy, as new as the bucket."""
+    address = address_of(run)
+    if address is None:
+        return Path(run)
+    with service_errors("read", address):
+        bucket = Bucket(address)
+        bucket.pull()
+    return bucket.directory
+
+
 def find_run(run: str | Path | None) -> Path:
     """Return a run directory, by default the newest under `runs/`. Raises `UserError` if it is none."""
     check_value("run", run, str | os.PathLike | None)
-    directory = None if run is None else Path(run)
+    directory = None if run is None else fetch_run(run)
     if directory is not None and is_run(directory):
         return directory
     runs = sorted(d for d in RUNS.glob("*") if is_run(d))
     if directory is not None:
         why = "it has no experiment.json" if directory.is_dir() else "there is no such directory"
         known = ", ".join(map(str, runs)) or "none yet: train one with `jaxgpt train`"
-        raise UserError(f"{directory} is not a run directory: {why}. Runs here: {known}")
+        raise UserError(f"{name_of(directory)} is not a run directory: {why}. Runs here: {known}")
     if not runs:
         raise UserError(f"no run under {RUNS}/ here: train one with `jaxgpt train`, or name a run directory")
     return max(runs, key=lambda r: (r / "experiment.json").stat().st_mtime)
-
-
-class HeldElsewhere(UserError):
-    """Another process holds the lock."""
 
 
 def lock_run(
@@ -117,7 +121,7 @@ def lock_run(
         if time.time() - written > STALE:
             hours = (time.time() - written) / 3600
             remedy = f"it has written nothing for {hours:.1f} hours: if it is gone, delete {path}"
-        raise HeldElsewhere(f"{directory} is being {doing} by another process ({who}): {remedy}") from None
+        raise HeldElsewhere(f"{name_of(directory)} is being {doing} by another process ({who}): {remedy}") from None
     except OSError as e:
         raise UserError(f"cannot write in {directory}: {reason_of(e)}. Name another directory with {option}.") from None
     return lock

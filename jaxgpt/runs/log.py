@@ -14,6 +14,7 @@ from jaxgpt.experiment import Experiment
 from jaxgpt.parallel import multihost
 from jaxgpt.parallel.limits import PEAKS, train_flops_per_token
 from jaxgpt.parallel.trainer import Trainer
+from jaxgpt.runs.bucket import name_of
 from jaxgpt.runs.metrics import MetricsFile, plot_losses, read_metrics
 from jaxgpt.train import Metrics, why_skipped
 
@@ -60,7 +61,7 @@ class RunLog:
         why = why_skipped(metrics)
         if why is not None:
             self._write({"step": step, "skipped": why})
-            replay = shell_line("jaxgpt", "replay", self._directory, "--step", step)
+            replay = shell_line("jaxgpt", "replay", name_of(self._directory), "--step", step)
             self.say(f"step {step} skipped: {why}. To see where it began: {replay}")
             return
         if step % self._config.log_every == 0 or step == self._config.steps:

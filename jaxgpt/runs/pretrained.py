@@ -24,7 +24,7 @@ from jaxgpt.lora import init_adapters, merge_adapters
 from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
-from jaxgpt.runs.directory import Origin, RunMetadata, check_same_tokenizer, is_run, read_metadata
+from jaxgpt.runs.directory import Origin, RunMetadata, check_same_tokenizer, fetch_run, is_run, read_metadata
 from jaxgpt.train import Params
 
 if TYPE_CHECKING:  # what reads Hugging Face's format is imported for such weights only
@@ -101,12 +101,12 @@ def open_weights(
     """Open weights and check them. Raises `UserError` if they are missing or damaged.
 
     Args:
-        name: a run directory, a model's directory in Hugging Face's format, or an id on the Hub.
+        name: a run, a model's directory in Hugging Face's format, or an id on the Hub.
         step: the step of a run's checkpoint. None means the best.
         tokenizer: the tokenizer of a model in Hugging Face's format: see `hf.source.open_source`.
         downloads: False takes what the Hub's cache has, for a name from the record of a run.
     """
-    directory = Path(name)
+    directory = fetch_run(name) if downloads else Path(name)
     remedy = "Name a run, or a model's directory, with --train.init-from."
     if not (is_there(directory, remedy) and is_run(directory)):
         from jaxgpt.hf.source import open_source

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.errors import Diverged, Preempted, first_line
+from jaxgpt.errors import Diverged, HeldElsewhere, Preempted, first_line
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import write_whole
 from jaxgpt.runs.code import Files, pack, unpack
-from jaxgpt.runs.directory import CLAIM, HeldElsewhere, is_run, lock_run, read_metadata
+from jaxgpt.runs.directory import CLAIM, is_run, lock_run, read_metadata
 from jaxgpt.runs.metrics import finite_values, read_metrics
 from jaxgpt.runs.resume import check_same_configuration
 from jaxgpt.tools.executor import Executor

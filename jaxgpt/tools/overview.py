@@ -15,10 +15,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxgpt.data.corpus import service_errors
 from jaxgpt.errors import UserError, first_line, reason_of
 from jaxgpt.files import Result, is_there
 from jaxgpt.model import GPTConfig
 from jaxgpt.parallel import limits
+from jaxgpt.runs.bucket import TO_LIST, Bucket, address_of
 from jaxgpt.runs.directory import RunMetadata, is_training, read_metadata
 from jaxgpt.runs.metrics import finite_values, parse_metrics
 from jaxgpt.tools.grid import format_table
@@ -52,11 +54,12 @@ def runs(
     """List all runs below a directory.
 
     Args:
-        directory: is searched at any depth, but links are not followed
+        directory: is searched at any depth, but links are not followed. It may be the address of a bucket
         sort: the column to sort by: best loss, largest number or newest date first
         say: receives a line of text if there are none.
     """
-    found, field = read_rows(Path(directory)), operator.attrgetter(sort)
+    found = _read_bucket(directory) if address_of(directory) else read_rows(Path(directory))
+    field = operator.attrgetter(sort)
     measured = sorted((row for row in found if field(row) is not None), key=field, reverse=sort in LARGEST_FIRST)
     rows = measured + [row for row in found if field(row) is None]
     if not rows:
@@ -76,6 +79,19 @@ def read_rows(directory: Path) -> list[Row]:
             rows.append(_read_row(Path(folder)))
     rows += [Row(name=str(e.filename), status="damaged", problem=f"cannot be read: {reason_of(e)}") for e in unreadable]
     return sorted(rows, key=lambda row: row.name)
+
+
+def _read_bucket(address: str) -> list[Row]:
+    """Return a row for each run at or below an address, by name, without its arrays."""
+    rows = []
+    with service_errors("read", address):
+        bucket = Bucket(address, "listed")
+        bucket.pull(TO_LIST)
+        for row in read_rows(bucket.directory):
+            below = row.name.removeprefix(str(bucket.directory))
+            status = "training" if row.problem is None and bucket.is_training(below) else row.status
+            rows.append(dataclasses.replace(row, name=address + below, status=status))
+    return rows
 
 
 def _read_row(directory: Path) -> Row:

@@ -14,6 +14,7 @@ from jaxgpt.experiment import Experiment
 from jaxgpt.files import Result, new_file
 from jaxgpt.parallel.limits import count_parameters
 from jaxgpt.run import Run, load, load_run
+from jaxgpt.runs.bucket import name_of
 from jaxgpt.runs.checkpoint import open_checkpoints
 from jaxgpt.runs.directory import find_run
 from jaxgpt.runs.metrics import finite_values, read_metrics
@@ -29,12 +30,13 @@ def report(run: str | Path | None, *, out: str | None = None, force: bool = Fals
 
     Args:
         run: run directory, by default the newest under runs/
-        out: the file to write, by default report.html in the run directory
+        out: the file to write, by default report.html in the run directory, or here for a run in a bucket
         force: overwrite a file that exists
         tokens: tokens per sample
     """
     directory = find_run(run)
-    page = new_file(out or str(directory / "report.html"), force=force)
+    place = directory if name_of(directory) == str(directory) else Path()
+    page = new_file(out or str(place / "report.html"), force=force)
     summary, html = make_report(load(directory), tokens=tokens)
     return Result(summary, write_page(page, html))
 
@@ -48,7 +50,7 @@ def make_report(run: Run, *, tokens: int = 200) -> tuple[dict[str, Any], str]:
     best, at = min(((loss, step) for step, loss in validation), default=(None, None))
     seconds, mfus = finite_values(lines, "seconds"), finite_values(lines, "mfu")
     summary: dict[str, Any] = {
-        "run": str(run.directory),
+        "run": name_of(run.directory),
         "experiment": run.experiment.name,
         "steps": {"planned": run.experiment.train.steps, "logged": max((line["step"] for line in lines), default=0)},
         "validation_loss": {"best": best, "at": at, "last": validation[-1][1] if validation else None},
