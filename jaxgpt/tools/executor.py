@@ -28,6 +28,7 @@ from typing import Any
 from jaxgpt.config.serialize import Checked
 from jaxgpt.config.validate import NonNegativeInt, PositiveInt
 from jaxgpt.errors import UserError, first_line
+from jaxgpt.runs.bucket import address_of
 
 RETRIES = 5  # how often a task is run again whose process or node was lost
 PATIENCE = 60  # seconds for a run to save when it is stopped, and for a node to answer
@@ -181,7 +182,8 @@ class RayCluster:
                 said = ", ".join(f"{n} {name}" for name, n in needs.items())
                 has = ", ".join(f"{ray.cluster_resources().get(name, 0):g} {name}" for name in needs)
                 raise UserError(f"a run needs {said} of one node, and the cluster has {has}: it could never start")
-            self._check_nodes(nodes, place.absolute())
+            if address_of(place) is None:
+                self._check_nodes(nodes, place.absolute())
         except UserError:
             ray.shutdown()
             raise

@@ -7,6 +7,7 @@ be trained by several processes, on several machines, that see one folder.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -17,11 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxgpt.data.corpus import open_bucket, service_errors
 from jaxgpt.errors import Diverged, HeldElsewhere, Preempted, first_line
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import write_whole
+from jaxgpt.runs.bucket import address_of
 from jaxgpt.runs.code import Files, pack, unpack
-from jaxgpt.runs.directory import CLAIM, is_run, lock_run, read_metadata
+from jaxgpt.runs.directory import CLAIM, fetch_run, is_run, lock_run, read_metadata
 from jaxgpt.runs.metrics import finite_values, read_metrics
 from jaxgpt.runs.resume import check_same_configuration
 from jaxgpt.tools.executor import Executor
@@ -73,7 +76,7 @@ def train_grid(
         HeldElsewhere: other processes train all that is left, and `waits` is False.
     """
     for _, experiment, directory in grid:
-        if is_run(directory):
+        if address_of(directory) is None and is_run(directory):
             check_same_configuration(read_metadata(directory), experiment)
     curves: dict[int, Curve] = {}
     passed_over: set[int] = set()
@@ -151,22 +154,34 @@ def train_or_resume(experiment: Experiment, directory: Path, fit_one: Callable[.
 
     Raises `HeldElsewhere` if another process trains it. fit_one: trains a run as `jaxgpt.fit` does.
     """
-    diverged = directory / DIVERGED
-    with lock_run(directory, fresh=False, name=CLAIM):
-        validated = []
-        if is_run(directory):
-            check_same_configuration(read_metadata(directory), experiment)
-            validated = finite_values(read_metrics(directory / "metrics.jsonl"), "val_loss")
-        if diverged.exists():
+    address = address_of(directory)  # a run in a bucket is held by its lease
+    claim = lock_run(directory, fresh=False, name=CLAIM) if address is None else contextlib.nullcontext()
+    with claim:
+        validated, place = [], fetch_run(directory)
+        if is_run(place):
+            check_same_configuration(read_metadata(place), experiment)
+            validated = finite_values(read_metrics(place / "metrics.jsonl"), "val_loss")
+        if (place / DIVERGED).exists():
             return Curve(failure="diverged")
         if not validated or validated[-1][0] < experiment.train.steps:
             try:
                 fit_one(experiment, directory, progress=False, extend=False)
             except Diverged as e:
-                write_whole(diverged, f"{e}\n")
+                write_result(directory, DIVERGED, f"{e}\n")
                 return Curve(failure="diverged")
-        metadata = read_metadata(directory)
-        return dataclasses.replace(read_curve(directory, metadata.experiment), device=metadata.device)
+        metadata = read_metadata(place)
+        return dataclasses.replace(read_curve(place, metadata.experiment), device=metadata.device)
+
+
+def write_result(directory: Path, name: str, content: str) -> None:
+    """Write a file of a grid, in its directory or bucket."""
+    address = address_of(directory)
+    if address is None:
+        write_whole(directory / name, content)
+        return
+    with service_errors("write", address):
+        files, root = open_bucket(address)
+        files.pipe_file(f"{root}/{name}", content.encode())
 
 
 def read_curve(directory: Path, experiment: Experiment) -> Curve:

@@ -16,15 +16,15 @@ from jaxgpt.config.validate import check_count, short, short_repr
 from jaxgpt.config.words import replace_fields
 from jaxgpt.errors import HeldElsewhere, UserError
 from jaxgpt.experiment import Experiment
-from jaxgpt.files import render_json, write_whole
+from jaxgpt.files import render_json
 from jaxgpt.loss import ObjectiveConfig
 from jaxgpt.parallel.multihost import initialize
-from jaxgpt.runs.directory import is_run, read_metadata
+from jaxgpt.runs.directory import fetch_run, is_run, read_metadata
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import describe_data_changes
 from jaxgpt.statistics import CONFIDENCE, count_pairs_needed, holm_levels, mean_interval, paired_p_values
 from jaxgpt.tools.executor import Workers, open_executor
-from jaxgpt.tools.grid import Curve, finite_losses, format_table, train_grid
+from jaxgpt.tools.grid import Curve, finite_losses, format_table, train_grid, write_result
 from jaxgpt.training import fit
 
 STUDY = "study.json"  # the result, next to the directories of the variants: the same whatever trains them
@@ -164,7 +164,7 @@ def run_study(
     content = dataclasses.asdict(found)
     of_machines = {name: content.pop(name) for name in ("seconds", "devices")}
     for file, part in ((STUDY, content), (SECONDS, of_machines)):
-        write_whole(directory / file, render_json(part, indent=1, ensure_ascii=False) + "\n")
+        write_result(directory, file, render_json(part, indent=1, ensure_ascii=False) + "\n")
     return found
 
 
@@ -190,7 +190,7 @@ def _check_same_tokens(variants: Mapping[str, Experiment], directory: Path) -> N
     data: dict[str, dict[str, Any]] = {}
     first = next(iter(variants))
     for name, experiment in variants.items():
-        run = directory / slug(name) / "seed-0"
+        run = fetch_run(directory / slug(name) / "seed-0")
         if is_run(run):
             data[name] = read_metadata(run).data
         else:

@@ -24,11 +24,12 @@ from jaxgpt.config.validate import Count, field_hints, short_repr
 from jaxgpt.config.words import parse_value, plain_types, replace_fields
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
-from jaxgpt.files import render_json, write_whole
+from jaxgpt.files import render_json
+from jaxgpt.runs.bucket import address_of
 from jaxgpt.runs.directory import RUNS, is_run
 from jaxgpt.statistics import mean_interval
 from jaxgpt.tools.executor import Workers, open_executor
-from jaxgpt.tools.grid import finite_losses, format_table, train_grid
+from jaxgpt.tools.grid import finite_losses, format_table, train_grid, write_result
 from jaxgpt.training import fit
 
 SWEEP = "sweep.json"  # the definition and the result
@@ -249,7 +250,7 @@ def sweep(
         except UserError as e:
             raise UserError(f"{trial}: {e}") from None
     directory = Path(run_dir) if run_dir else RUNS / "sweeps" / experiment.name
-    if is_run(directory):
+    if address_of(directory) is None and is_run(directory):
         raise UserError(f"{directory} is a run and not a sweep: name another directory with --run-dir")
     total = sum(r.trials * len(r.seeds) * r.steps for r in rounds)
     say(f"{total:,} steps, {total / experiment.train.steps:.1f} times the steps of one full run")
@@ -273,7 +274,7 @@ def sweep(
     found = SweepResult(directory=directory, rounds=rounds, trials=ranked)
     definition = {"experiment": to_dict(experiment), "over": over, "trials": trials, "seeds": seeds}
     content = {"definition": definition, "result": found.to_json()}
-    write_whole(directory / SWEEP, render_json(content, indent=1, ensure_ascii=False) + "\n")
+    write_result(directory, SWEEP, render_json(content, indent=1, ensure_ascii=False) + "\n")
     return found
 
 
