@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from jaxgpt.data.conversations import find_end_of_turn
 from jaxgpt.data.template import ETX, ChatTemplate, Jinja, Turns, write_template
-from jaxgpt.data.tokenizer import BPETokenizer, fingerprint
+from jaxgpt.data.tokenizer import fingerprint
 from jaxgpt.errors import UserError, reason_of, shell_line
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import is_there, read_json, render_json, write_whole
@@ -46,7 +46,6 @@ from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
 from jaxgpt.runs.directory import RunMetadata, find_run, lock_run, read_metadata, write_metadata
-from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.pretrained import load_base, restore_adapters
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.tools.html_page import read_asset
@@ -300,11 +299,8 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 def _model_card(run: Run, family: Family) -> str:
     """Return README.md, whose header the Hub reads. It has names of files, not their directories."""
-    config = run.model.config.explicit()
-    values = {name: f"{getattr(config, name):,}" for name in ("n_embd", "block_size", "vocab_size")}
-    values |= {name: getattr(config, name) for name in ("n_layer", "n_head", "head_dim", "n_kv_head")}
     return Template(read_asset("model_card.md")).substitute(
-        values,
+        dataclasses.asdict(run.model.config.explicit()),
         name=run.experiment.name,
         model_type=family.model_type,
         architecture=family.architecture,
@@ -315,28 +311,19 @@ def _model_card(run: Run, family: Family) -> str:
 
 def _list_facts(run: Run) -> list[str]:
     """Return what is known of the training of a run."""
-    experiment, metadata, tokenizer = run.experiment, run.metadata, run.tokenizer
-    train, lora, data = experiment.train, experiment.lora, metadata.data
+    experiment, metadata = run.experiment, run.metadata
     if metadata.imported:
         return [f"The weights of `{_hide_folders(str(metadata.imported.get('from')))}`, unchanged"]
-    facts = []
-    if train.init_from is not None:
-        adapted = f", by adapters of rank {lora.rank} for {', '.join(lora.targets)}, merged in" if lora.rank else ""
-        facts.append(f"Starting from `{_hide_folders(train.init_from)}`{adapted}")
-    names = [Path(part).name for part in (experiment.data.path or experiment.data.corpus).split(",")]
-    facts.append(f"Text: {', '.join(names)}")
-    if data.get("train_sha256"):
-        facts.append(f"Its SHA-256: `{data['train_sha256']}`")
-    is_bpe = isinstance(tokenizer, BPETokenizer)
-    kind = tokenizer.parts()["model"]["type"] if is_bpe else tokenizer.saved["jaxgpt"]
+    train, data = experiment.train, experiment.data
     seen = run.step * train.batch_size * experiment.model.block_size
-    seconds = [line["seconds"] for line in read_metrics(run.directory / "metrics.jsonl") if line.get("seconds")]
-    facts += [
-        f"Tokenizer: {kind}, {tokenizer.vocab_size:,} tokens",
-        f"Training: step {run.step:,} of {train.steps:,}, {seen:,} tokens seen",
-        f"Optimizer: {experiment.optim.name}, learning rate {experiment.optim.learning_rate:g}",
-        f"Time: {max(seconds, default=0):,.0f} s, on {metadata.device}",
+    facts = [
+        f"Text: {', '.join(Path(part).name for part in (data.path or data.corpus).split(','))}",
+        f"Training: step {run.step:,} of {train.steps:,}, {seen:,} tokens seen, on {metadata.device}",
     ]
+    if train.init_from is not None:
+        facts.append(f"Starting from `{_hide_folders(train.init_from)}`")
+    if metadata.data.get("train_sha256"):
+        facts.append(f"SHA-256 of the text: `{metadata.data['train_sha256']}`")
     if run.val_loss is not None:
         facts.append(f"Validation loss: {run.val_loss:.4f} {experiment.objective.unit}")
     if metadata.command is not None:
