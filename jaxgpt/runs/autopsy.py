@@ -20,7 +20,7 @@ from jaxgpt.layers.block import NO_SHARDING
 from jaxgpt.lora import with_adapters
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.sample.quantize import unstack_layers
-from jaxgpt.train import Params
+from jaxgpt.train import Params, add_up
 
 Modules = list[tuple[str, type]]  # the name and the class of each that was called
 
@@ -80,27 +80,27 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
     def loss(params: Params, micro: Batch, key: jax.Array) -> Any:
         with watch_calls(is_bad, called) as flags:
             nats, count, _ = with_adapters(trainer.objective.make_loss(model))(params, micro, key)
-        return nats, (count, jnp.stack(flags))
+        return nats, (nats, count, jnp.stack(flags))
 
-    watched = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    first, total, targets = None, None, 0.0
-    # The micro-batches and their dropout keys are those that `train_step` and pmap make.
-    replicas, accumulated = trainer.strategy.num_replicas, trainer.split.grad_accum_steps
-    keys = [key] if replicas is None else [jax.random.fold_in(key, number) for number in range(replicas)]
-    rows = len(batch.inputs_BT) // len(keys)
-    for number, index in itertools.product(range(len(keys)), range(accumulated)):
-        taken = slice(number * rows + index, (number + 1) * rows, accumulated)
-        micro = jax.tree.map(operator.itemgetter(taken), batch)
-        step_key = jax.random.fold_in(keys[number], step - 1)
-        (nats, (count, flags)), grads = watched(params, micro, jax.random.fold_in(step_key, index))
-        if first is None:
-            first, _ = find_first_bad(called, flags)
-        if first is None and not np.isfinite(nats):
-            first = "the loss, of finite logits"
-        total = grads if total is None else jax.tree.map(jnp.add, total, grads)
-        targets += float(count)
-    gradient_norms = _norms(jax.tree.map(lambda x: x / max(targets, 1.0), total))
-    if first is None and not np.isfinite([*gradient_norms.values()]).all():
+    @jax.jit
+    def add_up_gradients(params: Params, rows: Batch, key: jax.Array) -> Any:
+        def differentiate(micro: Batch, number: jax.Array | int) -> Any:
+            return jax.grad(loss, has_aux=True)(params, micro, jax.random.fold_in(key, number))
+
+        return add_up(differentiate, rows, trainer.split.grad_accum_steps)
+
+    replicas, sums = trainer.strategy.num_replicas, []
+    by_replica = jax.tree.map(lambda x: x.reshape(replicas or 1, -1, *x.shape[1:]), batch)
+    for number in range(replicas or 1):  # with the rows and the dropout key that pmap gives it
+        rows = jax.tree.map(operator.itemgetter(number), by_replica)
+        own_key = key if replicas is None else jax.random.fold_in(key, number)
+        sums.append(add_up_gradients(params, rows, jax.random.fold_in(own_key, step - 1)))
+    grads, (nats, count, flags) = jax.tree.map(lambda *parts: sum(parts), *sums)
+    gradient_norms = _norms(jax.tree.map(lambda x: x / max(count, 1), grads))
+    first, _ = find_first_bad(called, flags)
+    if first is None and not np.isfinite(nats):
+        first = "the loss, of finite logits"
+    elif first is None and not np.isfinite([*gradient_norms.values()]).all():
         first = "the backward pass; the forward pass is finite"
     return NonFiniteReport(first=first, parameter_norms=_norms(params), gradient_norms=gradient_norms)
 
