@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 
 from jaxgpt.config.validate import check_value, short_repr
 from jaxgpt.data.corpus import find_user_files
@@ -17,7 +18,7 @@ from jaxgpt.data.dataset import encode_whole
 from jaxgpt.data.pipeline import Tokens
 from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.interventions.model import EditedGPT, forward, place_shapes, stream_names, unroll
+from jaxgpt.interventions.model import ACTIVATIONS, EditedGPT, forward, place_shapes, stream_names, unroll
 from jaxgpt.layers.block import Block, Compute
 from jaxgpt.layers.norm import LayerNorm, RMSNorm
 from jaxgpt.model import GPT, GPTConfig
@@ -37,6 +38,7 @@ CORPUS_TOKENS = 2**15  # tokens searched for top activating examples. It takes s
 MOST_WEIGHTS = 2**25  # attention weights on a page, one byte each before compression
 PROGRAMS = ("xray/sections", "xray/xray")  # the page's
 UNITS = 8  # most active units that are listed for each position
+DRAWN = ("attention", "pattern", "middle", "units", "mlp")  # the places in a block that the page draws
 ELEMENTS = 8  # elements of a token's vector that are shown before and after a norm
 LABELS = 400  # most tokens on the map of embeddings
 NAMED = 200  # most probable next tokens with text on the page
@@ -97,52 +99,51 @@ def capture_activations(model: GPT, params: Params, tokens: list[int], vocab_siz
     c, layers, streams = model.config, range(model.config.n_layer), stream_names(model)
     tokens_T = jnp.asarray(tokens, jnp.int32)
     check_places(c)
-    places = ("attention", "pattern", "middle", "units", "mlp")
-    names = (*streams, *(f"h_{layer}/{place}" for layer in layers for place in places))
-    logits_BTV, read = forward(model.clone(read=names), params, tokens_T[None])
-    streams_LBTD = jnp.stack([read[name] for name in streams])
-    guesses = jax.device_get(_guess(model, params, streams_LBTD, tokens_T, vocab_size))
-    branches, norms = [], []
-
-    def apply_norm(name: str, learned: Params, x_TD: jax.Array) -> Any:
-        after_TD = c.make_norm().apply({"params": learned}, x_TD)
-        before_TD, normed_TD, scale_D = (np.asarray(x, np.float32) for x in (x_TD, after_TD, learned["scale"]))
-        bias_D = np.asarray(learned["bias"], np.float32) if "bias" in learned else None
-        norms.append(Norm(name, before_TD, normed_TD, scale_D + (1.0 if c.norm_offset else 0.0), bias_D))
-        return after_TD
-
+    names = (*streams, *(f"h_{layer}/{place}" for layer in layers for place in DRAWN))
+    logits_TV, read, normed = _read(model.clone(read=names), params, tokens_T)
+    streams_LTD = jnp.stack([read[name] for name in streams])
+    guesses = jax.device_get(_guess(model, params, streams_LTD, tokens_T, vocab_size))
+    read, normed = jax.tree.map(lambda x: np.asarray(x, np.float32), (read, normed))
+    branches = []
     for layer in layers:
-        start_TD, stream_TD = read[streams[layer]][0], read[streams[layer + 1]][0]
-        attention_TD, middle_TD, mlp_TD = (read[f"h_{layer}/{place}"][0] for place in ("attention", "middle", "mlp"))
-        inputs = {
-            "pre": {"ln_1": start_TD, "ln_2": start_TD if c.parallel_residual else middle_TD},
-            "post": {"ln_1": start_TD + attention_TD, "ln_2": middle_TD + mlp_TD},
-            "output": {"ln_1": attention_TD, "ln_2": mlp_TD},
-            "sandwich": {"ln_1": start_TD, "ln_1_out": attention_TD, "ln_2": middle_TD, "ln_2_out": mlp_TD},
-        }[c.norm_position]
-        normed = {name: apply_norm(f"h_{layer}/{name}", params[f"h_{layer}"][name], x) for name, x in inputs.items()}
-        out = {"output": "", "sandwich": "_out"}.get(c.norm_position)  # where what is added has been normed
-        for part, norm, added_TD, after_TD in (
-            ("attn", "ln_1", attention_TD, middle_TD),
-            ("mlp", "ln_2", mlp_TD, stream_TD),
-        ):
-            added_TD = added_TD if out is None else normed[norm + out]
-            branches.append(Branch(f"h_{layer}/{part}", _length(added_TD), _length(after_TD)))
-    if c.norm_position != "post":
-        apply_norm("ln_f", params["ln_f"], read[streams[-1]][0])
+        for part, norm, added, after in (("attn", "ln_1", "attention", "middle"), ("mlp", "ln_2", "mlp", "stream")):
+            added_TD = read[f"h_{layer}/{added}"]
+            if c.norm_position in ("output", "sandwich"):  # what is added has been normed
+                added_TD = normed[f"h_{layer}/{norm}{'_out' if c.norm_position == 'sandwich' else ''}"][1]
+            branches.append(Branch(f"h_{layer}/{part}", _length(added_TD), _length(read[f"h_{layer}/{after}"])))
+    in_order = [f"h_{layer}/{norm}" for layer in layers for norm in ("ln_1", "ln_1_out", "ln_2", "ln_2_out")]
+    lens = [
+        (ids[:, :LENS_PREDICTIONS], p[:, :LENS_PREDICTIONS], actual) for ids, p, actual in zip(*guesses, strict=True)
+    ]
     return Activations(
         guess=Guess(*(x[-1] for x in guesses)),
-        logits_V=np.asarray(logits_BTV[0, -1, :vocab_size]),
-        lens=[
-            Guess(ids[:, :LENS_PREDICTIONS], p[:, :LENS_PREDICTIONS], actual)
-            for ids, p, actual in zip(*guesses, strict=True)
-        ],
-        weights_LNTS=[np.asarray(read[f"h_{layer}/pattern"][0]).swapaxes(0, 1) for layer in layers],
-        hidden_LTF=[np.asarray(read[f"h_{layer}/units"][0], np.float32) for layer in layers],
-        start_T=_length(read[streams[0]][0]),
+        logits_V=np.asarray(logits_TV[-1, :vocab_size]),
+        lens=[Guess(*each) for each in lens],
+        weights_LNTS=[read[f"h_{layer}/pattern"].swapaxes(0, 1) for layer in layers],
+        hidden_LTF=[read[f"h_{layer}/units"] for layer in layers],
+        start_T=_length(read[streams[0]]),
         branches=branches,
-        norms=norms,
+        norms=[Norm(name, *normed[name]) for name in (*in_order, "ln_f") if name in normed],
     )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _read(model: EditedGPT, params: Params, tokens_T: jax.Array) -> tuple[jax.Array, dict[str, jax.Array], Any]:
+    """Return the logits, what the model reads, and the fields of `Norm` for each norm, by its name."""
+    normed = {}
+
+    def watch(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+        out = call(*args, **kwargs)
+        if isinstance(context.module, LayerNorm | RMSNorm) and context.method_name == "__call__":
+            learned = context.module.variables["params"]
+            scale_D = learned["scale"] + 1.0 * model.config.norm_offset
+            normed["/".join(context.module.path)] = (args[0][0], out[0], scale_D, learned.get("bias"))
+        return out
+
+    with nn.intercept_methods(watch):
+        result: Any = model.apply({"params": params}, tokens_T[None], mutable=[ACTIVATIONS])
+    logits_BTV, read = result
+    return logits_BTV[0], {name: x[0] for name, x in read[ACTIVATIONS].items()}, normed
 
 
 def check_places(config: GPTConfig) -> None:
@@ -150,7 +151,7 @@ def check_places(config: GPTConfig) -> None:
     if not config.is_foreign:
         return
     has = {name.split("/")[-1] for name in place_shapes(config)}
-    lacks = [place for place in ("attention", "pattern", "middle", "units", "mlp") if place not in has]
+    lacks = [place for place in DRAWN if place not in has]
     if type(config.make_block(0, Compute())) is not Block or not isinstance(config.make_norm(), LayerNorm | RMSNorm):
         lacks.append("jaxgpt's blocks and norms")
     if lacks:
@@ -158,24 +159,24 @@ def check_places(config: GPTConfig) -> None:
         raise UserError(f"{said}: jaxgpt.interventions reads and edits what it has, {', '.join(sorted(has))}")
 
 
-def _length(x_TD: jax.Array) -> np.ndarray:
-    return np.linalg.norm(np.asarray(x_TD, np.float32), axis=-1)
+def _length(x_TD: np.ndarray) -> np.ndarray:
+    return np.linalg.norm(x_TD, axis=-1)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def _guess(
-    model: EditedGPT, params: Params, streams_LBTD: jax.Array, tokens_T: jax.Array, vocab_size: int | None
+    model: EditedGPT, params: Params, streams_LTD: jax.Array, tokens_T: jax.Array, vocab_size: int | None
 ) -> tuple[jax.Array, ...]:
     """Return the fields of `Guess` for each stream, one by one, so that the logits of only one layer are in memory."""
 
-    def guess(x_BTD: jax.Array) -> tuple[jax.Array, ...]:
-        logits_BTV: Any = model.apply({"params": params}, x_BTD, method="predict")
+    def guess(x_TD: jax.Array) -> tuple[jax.Array, ...]:
+        logits_BTV: Any = model.apply({"params": params}, x_TD[None], method="predict")
         logprobs_TV = jax.nn.log_softmax(logits_BTV[0, :, :vocab_size])
         top_TK, ids_TK = jax.lax.top_k(logprobs_TV, min(PREDICTIONS, logprobs_TV.shape[1]))
         actual_T = jnp.take_along_axis(logprobs_TV[:-1], tokens_T[1:, None], axis=1)[:, 0]
         return ids_TK, jnp.exp(top_TK), jnp.append(actual_T, jnp.nan)
 
-    return jax.lax.map(guess, streams_LBTD)
+    return jax.lax.map(guess, streams_LTD)
 
 
 def top_activating_examples(model: GPT, params: Params, windows_NT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -184,8 +185,8 @@ def top_activating_examples(model: GPT, params: Params, windows_NT: np.ndarray) 
     windows_NT: token ids. Each window is a sequence of its own.
 
     Returns:
-        The largest activations, float32 [L, F, EXAMPLES], and their indices into windows_NT.ravel(), int32. They are -inf
-        and -1 if there are fewer windows than EXAMPLES.
+        The largest activations, float32 [L, F, K], and their indices into windows_NT.ravel(), int32. K is EXAMPLES, or
+        the number of windows if that is less.
     """
     model, params = unroll(model, params)
     names = tuple(f"h_{layer}/units" for layer in range(model.config.n_layer))
@@ -202,9 +203,7 @@ def _find_peaks(model: EditedGPT, params: Params, windows_NT: jax.Array) -> tupl
     found = jax.lax.map(find, windows_NT, batch_size=min(WINDOWS_AT_ONCE, N))
     peaks_LFN, at_LFN = (jnp.stack([x_NF.T for x_NF in each]) for each in zip(*found, strict=True))
     best_LFK, window_LFK = jax.lax.top_k(peaks_LFN, min(EXAMPLES, N))
-    where_LFK = T * window_LFK + jnp.take_along_axis(at_LFN, window_LFK, axis=-1)
-    missing = ((0, 0), (0, 0), (0, EXAMPLES - best_LFK.shape[-1]))
-    return jnp.pad(best_LFK, missing, constant_values=-jnp.inf), jnp.pad(where_LFK, missing, constant_values=-1)
+    return best_LFK, T * window_LFK + jnp.take_along_axis(at_LFN, window_LFK, axis=-1)
 
 
 def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None) -> str:
@@ -322,7 +321,7 @@ def _put_units(arrays: Arrays, hidden_TF: np.ndarray, examples: Any, config: GPT
         "zeros": round_numbers(zero_TF.mean(axis=1)) if config.activation.startswith("relu") else None,
         "silent": int(zero_TF.all(axis=0).sum()),
         "examples": arrays.put(places),
-        "example_values": arrays.put(None if values is None else np.nan_to_num(values, posinf=0, neginf=0)),
+        "example_values": arrays.put(values),
     }
 
 
