@@ -33,6 +33,16 @@ class NonFiniteReport:
     parameter_norms: dict[str, float]  # by layer
     gradient_norms: dict[str, float]  # by layer, of the mean loss
 
+    def __str__(self) -> str:
+        width = max(len(name) for name in self.parameter_norms)
+        lines = [
+            f"first not finite: {self.first or 'nothing: the step is finite when repeated'}",
+            f"{'norm of':<{width}}  {'parameters':>10}  {'gradient':>10}",
+        ]
+        for name, norm in self.parameter_norms.items():
+            lines.append(f"{name:<{width}}  {norm:>10.4g}  {self.gradient_norms[name]:>10.4g}")
+        return "\n".join(lines)
+
 
 @contextlib.contextmanager
 def watch_calls(is_bad: Callable[[Any], jax.Array], called: Modules) -> Iterator[list[jax.Array]]:
@@ -110,15 +120,3 @@ def _norms(tree: Any) -> dict[str, float]:
     wide = jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
     norms = {name: math.hypot(*map(np.linalg.norm, jax.tree.leaves(wide[name]))) for name in wide}
     return dict(sorted(norms.items(), key=lambda each: (len(each[0]), each[0])))  # h_2 < h_10
-
-
-def format_report(found: NonFiniteReport) -> str:
-    """Format a report as lines of text."""
-    width = max(len(name) for name in found.parameter_norms)
-    lines = [
-        f"first not finite: {found.first or 'nothing: the step is finite when repeated'}",
-        f"{'norm of':<{width}}  {'parameters':>10}  {'gradient':>10}",
-    ]
-    for name, norm in found.parameter_norms.items():
-        lines.append(f"{name:<{width}}  {norm:>10.4g}  {found.gradient_norms[name]:>10.4g}")
-    return "\n".join(lines)

@@ -17,8 +17,6 @@ from numpy.typing import ArrayLike
 
 from jaxgpt.files import GENERATOR, write_whole
 
-DTYPES = {"u1": np.uint8, "i1": np.int8, "i4": np.int32, "f4": np.float32}  # as data.js reads them, little endian
-
 
 class Arrays:
     """Arrays of a page, concatenated, to which its data refer, and the distinct tokens that it shows."""
@@ -28,18 +26,14 @@ class Arrays:
         self.words: dict[int, int] = {}  # index by token id, in order of insertion
 
     def put(self, array: np.ndarray | None) -> dict[str, Any] | None:
-        """Add an array of uint8, int8, int32 or float32. Return its reference: offset in bytes, type and shape.
-
-        None stays None.
-        """
+        """Add an array of uint8, int8, int32 or float32. Return its reference: offset in bytes, type and shape, or None."""
         if array is None:
             return None
-        array = np.ascontiguousarray(array)
-        (kind,) = (name for name, dtype in DTYPES.items() if dtype == array.dtype)
+        little = array.astype(array.dtype.newbyteorder("<"))
         at = len(self._raw)
-        self._raw += array.astype(array.dtype.newbyteorder("<")).tobytes()
+        self._raw += little.tobytes()
         self._raw += bytes(-len(self._raw) % 4)  # JavaScript's arrays begin at a multiple of their element size
-        return {"at": at, "type": kind, "shape": list(array.shape)}
+        return {"at": at, "type": little.dtype.str[1:], "shape": list(array.shape)}
 
     def put_tokens(self, tokens: ArrayLike) -> dict[str, Any] | None:
         """Add token ids as indices into `words`. Return the reference."""

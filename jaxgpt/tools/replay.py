@@ -25,7 +25,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json, render_json
 from jaxgpt.parallel.jax_setup import first_device
 from jaxgpt.parallel.trainer import fit_devices, gather_params
-from jaxgpt.runs.autopsy import NonFiniteReport, debug_step, format_report
+from jaxgpt.runs.autopsy import NonFiniteReport, debug_step
 from jaxgpt.runs.checkpoint import CorruptCheckpoint, open_checkpoints
 from jaxgpt.runs.directory import RunMetadata, find_run, installed_versions, read_metadata
 from jaxgpt.runs.metrics import parse_metrics, read_metrics
@@ -63,7 +63,7 @@ step {self.step}, from {self.origin}: {f"skipped, {self.skipped}" if self.skippe
 loss           {self.loss}
 logged         {logged}{verdict}
 gradient norm  {self.grad_norm}"""
-        return found if self.findings is None else f"{found}\n{format_report(self.findings)}"
+        return found if self.findings is None else f"{found}\n{self.findings}"
 
 
 def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = lambda text: None) -> ReplayResult:

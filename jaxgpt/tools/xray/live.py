@@ -25,7 +25,7 @@ from jaxgpt.layers.position import sinusoidal
 from jaxgpt.run import Run
 from jaxgpt.sample.quantize import DECODE_MATRIX, unstack_layers
 from jaxgpt.tools.html_page import Arrays, render_html
-from jaxgpt.tools.xray.xray import describe_run, map_embedding, spell
+from jaxgpt.tools.xray.xray import describe_run, map_embedding, most_tokens, spell
 from jaxgpt.train import Params
 
 Weights = Literal["int8", "float32"]
@@ -65,7 +65,7 @@ def make_page(run: Run, prompt: str | None = None, *, weights: Weights = "int8")
     model, params = unstack_layers(model, params)
     arrays, config, start = Arrays(), model.config.explicit(), find_start_token(run.tokenizer)[0]
     arrays.words = {token: token for token in range(V)}
-    context = min(config.block_size, int((MOST_WEIGHTS / config.n_layer / config.n_head) ** 0.5))
+    context = most_tokens(config, MOST_WEIGHTS)
     held, windows = hold(params, weights), [config.window(layer) for layer in range(config.n_layer)]
     if config.position == "sinusoidal":
         held["wpe"] = {"embedding": np.asarray(sinusoidal(jnp.arange(context)[None], config.n_embd)[0])}

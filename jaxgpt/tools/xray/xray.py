@@ -51,7 +51,6 @@ class Guess(NamedTuple):
     tokens_TK: np.ndarray  # int32, the most probable first
     probabilities_TK: np.ndarray
     logprob_T: np.ndarray  # nats, for the next token of the text, nan at the last position
-    __repr__ = short_repr
 
 
 class Branch(NamedTuple):
@@ -60,7 +59,6 @@ class Branch(NamedTuple):
     name: str  # "h_0/attn", "h_0/mlp"
     added_T: np.ndarray  # Euclidean norm at each position
     stream_T: np.ndarray  # norm of the stream after the addition (for post-norm, after the norm)
-    __repr__ = short_repr
 
 
 class Norm(NamedTuple):
@@ -71,7 +69,6 @@ class Norm(NamedTuple):
     after_TD: np.ndarray
     scale_D: np.ndarray  # gamma, including an offset of 1 if there is one
     bias_D: np.ndarray | None  # beta. None means no bias
-    __repr__ = short_repr
 
 
 class Activations(NamedTuple):
@@ -189,21 +186,19 @@ def top_activating_examples(model: GPT, params: Params, windows_NT: np.ndarray) 
         the number of windows if that is less.
     """
     model, params = unroll(model, params)
-    names = tuple(f"h_{layer}/units" for layer in range(model.config.n_layer))
-    return jax.device_get(_find_peaks(model.clone(read=names), params, windows_NT.astype(np.int32)))
+    reader = model.clone(read=tuple(f"h_{layer}/units" for layer in range(model.config.n_layer)))
 
-
-@functools.partial(jax.jit, static_argnums=0)
-def _find_peaks(model: EditedGPT, params: Params, windows_NT: jax.Array) -> tuple[jax.Array, jax.Array]:
     def find(window_T: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-        hidden = [x_1TF[0].astype(jnp.float32) for x_1TF in forward(model, params, window_T[None]).activations.values()]
+        hidden = [
+            x_1TF[0].astype(jnp.float32) for x_1TF in forward(reader, params, window_T[None]).activations.values()
+        ]
         return [(x_TF.max(axis=0), jnp.argmax(x_TF, axis=0)) for x_TF in hidden]
 
     N, T = windows_NT.shape
-    found = jax.lax.map(find, windows_NT, batch_size=min(WINDOWS_AT_ONCE, N))
+    found = jax.lax.map(find, jnp.asarray(windows_NT, jnp.int32), batch_size=min(WINDOWS_AT_ONCE, N))
     peaks_LFN, at_LFN = (jnp.stack([x_NF.T for x_NF in each]) for each in zip(*found, strict=True))
     best_LFK, window_LFK = jax.lax.top_k(peaks_LFN, min(EXAMPLES, N))
-    return best_LFK, T * window_LFK + jnp.take_along_axis(at_LFN, window_LFK, axis=-1)
+    return jax.device_get((best_LFK, T * window_LFK + jnp.take_along_axis(at_LFN, window_LFK, axis=-1)))
 
 
 def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None) -> str:
@@ -226,13 +221,19 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None) -> s
         raise UserError(
             f"{run.directory} gives logits that are not finite, so there is nothing to draw: use another run"
         )
-    windows_NT, why = _windows(run, data)
-    arrays, corpus, examples = Arrays(), None, [None] * config.n_layer
-    if windows_NT is not None:
+    arrays, windows_NT, corpus, why = Arrays(), None, None, ""
+    examples = [(None, None)] * config.n_layer
+    try:
+        windows_NT = _read_windows(run, data)
         corpus = {"ids": arrays.put_tokens(windows_NT.ravel()), "window": windows_NT.shape[1]}
         examples = list(zip(*top_activating_examples(run.model, run.params, windows_NT), strict=True))
+    except UserError as e:
+        if data is not None:
+            raise
+        why = f"{e}: name a text with --data FILE"
     order_V = np.argsort(-seen.logits_V, kind="stable")  # sampling options do not change it
-    branches = [(b.name, round_numbers(b.added_T), round_numbers(b.stream_T)) for b in seen.branches]
+    # The page shades square roots, in 256 levels, because most weights are small.
+    roots = [np.round(255 * np.sqrt(np.clip(x_NTS, 0, 1))).astype(np.uint8) for x_NTS in seen.weights_LNTS]
     content: dict[str, Any] = {
         "title": f"X-ray of {run.experiment.name}",
         "facts": describe_run(run),
@@ -240,11 +241,14 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None) -> s
         "bits": round_numbers([None, *(seen.guess.logprob_T[:-1] / -math.log(2)).tolist()]),
         "guess": _put_guess(arrays, seen.guess),
         "lens": [_put_guess(arrays, guess) for guess in seen.lens],
-        "attention": [_put_attention(arrays, *layer) for layer in enumerate(seen.weights_LNTS)],
+        "attention": [{"name": f"layer {layer}", "roots": arrays.put(x)} for layer, x in enumerate(roots)],
         "start": round_numbers(seen.start_T),
-        "branches": [{"name": name, "added": added, "stream": stream} for name, added, stream in branches],
+        "branches": [
+            {"name": x.name, "added": round_numbers(x.added_T), "stream": round_numbers(x.stream_T)}
+            for x in seen.branches
+        ],
         "norms": [_describe_norm(norm, config) for norm in seen.norms],
-        "mlp": [_put_units(arrays, *layer, config) for layer in zip(seen.hidden_LTF, examples, strict=True)],
+        "mlp": [_put_units(arrays, config, x, *found) for x, found in zip(seen.hidden_LTF, examples, strict=True)],
         "corpus": corpus,
         "why_no_corpus": why,
         "embedding": map_embedding(run, ids, windows_NT, arrays),
@@ -267,11 +271,14 @@ def _encode_prompt(run: Run, prompt: str | Sequence[int]) -> list[int]:
         ids = check_ids(run.model, prompt, "prompt").tolist()
     if not ids:
         raise UserError("the prompt is empty: give a text with --prompt TEXT")
-    drawn = int((MOST_WEIGHTS / config.n_layer / config.n_head) ** 0.5)
-    for most, what in ((config.block_size, f"the context of {run.directory}"), (drawn, "what a page can draw")):
-        if len(ids) > most:
-            raise UserError(f"the prompt has {len(ids)} tokens, and {what} is {most}: give at most {most}")
+    if len(ids) > (most := most_tokens(config, MOST_WEIGHTS)):
+        raise UserError(f"the prompt has {len(ids)} tokens: give at most {most}, as many as the model or a page holds")
     return ids
+
+
+def most_tokens(config: GPTConfig, weights: int) -> int:
+    """Return the context, or fewer tokens if all heads would have more attention weights than a page holds."""
+    return min(config.block_size, int((weights / config.n_layer / config.n_head) ** 0.5))
 
 
 def _put_guess(arrays: Arrays, guess: Guess) -> dict[str, Any]:
@@ -280,12 +287,6 @@ def _put_guess(arrays: Arrays, guess: Guess) -> dict[str, Any]:
         "p": arrays.put(guess.probabilities_TK),
         "actual": round_numbers(np.exp(guess.logprob_T)),
     }
-
-
-def _put_attention(arrays: Arrays, layer: int, weights_NTS: np.ndarray) -> dict[str, Any]:
-    # The page shades square roots, in 256 levels, because most weights are small.
-    roots = np.round(255 * np.sqrt(np.clip(weights_NTS, 0, 1))).astype(np.uint8)
-    return {"name": f"layer {layer}", "roots": arrays.put(roots)}
 
 
 def _describe_norm(norm: Norm, config: GPTConfig) -> dict[str, Any]:
@@ -303,14 +304,13 @@ def _describe_norm(norm: Norm, config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def _put_units(arrays: Arrays, hidden_TF: np.ndarray, examples: Any, config: GPTConfig) -> dict[str, Any]:
-    """Add the hidden units of an MLP. examples: the values and the places of the top activating ones, or None."""
+def _put_units(arrays: Arrays, config: GPTConfig, hidden_TF: np.ndarray, values: Any, places: Any) -> dict[str, Any]:
+    """Add the hidden units of an MLP. values, places: of the top activating examples, or None."""
     order_TK = np.argsort(-hidden_TF, axis=1, kind="stable")[:, :UNITS]
     peak_F = np.maximum(hidden_TF.max(axis=0), 0.0)
     # Sixteen levels relative to each unit's peak are enough for colours, and compress well.
     levels_TF = np.round(15 * np.clip(hidden_TF, 0, None) / np.where(peak_F, peak_F, 1)).astype(np.uint8)
     zero_TF = hidden_TF == 0
-    values, places = examples or (None, None)
     return {
         "units": hidden_TF.shape[1],
         "top": arrays.put(order_TK.astype(np.int32)),
@@ -325,26 +325,22 @@ def _put_units(arrays: Arrays, hidden_TF: np.ndarray, examples: Any, config: GPT
     }
 
 
-def _windows(run: Run, data: str | None) -> tuple[np.ndarray | None, str]:
-    """Return windows spread evenly over the run's training text, or over the file `data`, or None and the reason."""
+def _read_windows(run: Run, data: str | None) -> np.ndarray:
+    """Return windows spread evenly over the run's training text, or over the file `data`. Raises `UserError`."""
     T = run.model.config.block_size
     if data is not None:
         text: Any = Tokens([encode_whole(find_user_files(data), run.tokenizer)[0]])
-        if len(text) < T:
-            raise UserError(f"{data} has {len(text)} tokens, needed {T} for one window")
-    else:
-        if run.metadata.imported is not None:
-            return None, "The model was imported without its training text: name a text with --data FILE."
-        try:
-            dataset = reopen_dataset(run.metadata, run.experiment.data, remedy="put that text back")
-        except UserError as e:  # a run that was copied to another machine
-            return None, f"The training text could not be read ({e}): name a text with --data FILE."
-        text = dataset.train
-        if not isinstance(text, Tokens):
-            return None, "The run was trained on conversations or a mixture: name a text with --data FILE."
+    elif run.metadata.imported is not None:
+        raise UserError("the model was imported without its training text")
+    else:  # which a run that was copied to another machine lacks
+        text = reopen_dataset(run.metadata, run.experiment.data, remedy="put that text back").train
+    if not isinstance(text, Tokens):
+        raise UserError("the run was trained on conversations or a mixture")
+    if len(text) < T:
+        raise UserError(f"{data or 'the training text'} has {len(text)} tokens, needed {T} for one window")
     count = min(max(CORPUS_TOKENS // T, 1), len(text) // T)
     starts = np.linspace(0, len(text) - T, count).astype(np.int64)
-    return np.stack([text.read(int(start), T) for start in starts]), ""
+    return np.stack([text.read(int(start), T) for start in starts])
 
 
 def describe_run(run: Run) -> list[tuple[str, str]]:
