@@ -97,14 +97,13 @@ def import_model(
 
 def _keep_settings(fields: dict[str, Any], source: Source, directory: Path) -> None:
     """Keep the chat template and the ends of a text, of the fields of a GGUF file, in a run directory."""
-    template = read_chat_template(fields)
-    if template is not None:
-        named = {}
-        for token in ("bos", "eos"):
-            i = fields.get(f"tokenizer.ggml.{token}_token_id")
-            if type(i) is int and i in range(source.tokenizer.vocab_size):
-                named[f"{token}_token"] = source.tokenizer.decode([i])  # spelled as in a text
-        write_template(directory, {"chat_template": template, **named})
+    template = {"chat_template": read_chat_template(fields)}
+    for token in ("bos", "eos"):
+        i = fields.get(f"tokenizer.ggml.{token}_token_id")
+        if type(i) is int and i in range(source.tokenizer.vocab_size):
+            template[f"{token}_token"] = source.tokenizer.decode([i])  # spelled as in a text
+    if template["chat_template"] is not None:
+        write_template(directory, template)
     if ends := read_ends(fields):
         (directory / HF_FOLDER).mkdir()
         _write_json(directory / HF_FOLDER / "generation_config.json", {"eos_token_id": ends})
@@ -129,10 +128,7 @@ def _writing(out: Path) -> Generator[None]:
 def _load_to_export(metadata: RunMetadata, model_type: str | None) -> tuple[Run, Family, ChatTemplate | None]:
     """Return a run with its layers unstacked, the family it is exported as, and the template of its chats, if any."""
     if metadata.model.is_foreign:
-        name = type(metadata.model).__name__
-        raise UserError(
-            f"{name}: no family of Hugging Face's or llama.cpp's computes a class of your own: it stays a run"
-        )
+        raise UserError(f"{type(metadata.model).__name__}: no family of Hugging Face's or llama.cpp's computes it")
     family = find_family(metadata.model, model_type)  # before the weights are read
     run = load_run(metadata)
     model, params = unstack_layers(run.model, run.params)
@@ -158,18 +154,15 @@ def export_gguf(run: str | Path | None, out: str | Path, *, dtype: str | None = 
         UserError: llama.cpp has no such architecture or tokenizer (nothing is written then), or `out` cannot be written.
     """
     dtype, directory, out = parse_dtype(dtype), find_run(run), Path(out)
-    if is_there(out, "Name another file with --out."):
-        raise UserError(f"{out} exists: name another file with --out")
+    _check_empty(out, "--out")
     metadata = read_metadata(directory)
     loaded, family, template = _load_to_export(metadata, (metadata.imported or {}).get("model_type"))
     config, own = loaded.model.config, loaded.prompt_format.template
     assert config.vocab_size is not None
     fields, tensors = to_gguf(loaded.params, config, family.model_type)
     if config.activation in ("gelu", "geglu"):
-        warnings.warn(
-            f"activation={config.activation}: llama.cpp computes GELU by tanh, not by erf; the two differ by up to 5e-4",
-            stacklevel=2,
-        )
+        what = f"activation={config.activation}: llama.cpp computes GELU by tanh, not by erf"
+        warnings.warn(f"{what}; the two differ by up to 5e-4", stacklevel=2)
     ends = end_tokens(directory)
     if template is not None:
         ends = _end_turns(ends or [loaded.tokenizer.end_of_text], loaded, template)
@@ -231,13 +224,10 @@ def export_peft(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | N
     if (of := load_base(metadata).metadata) is not None:  # a run, which may have been imported
         base = (of.imported or {}).get("from")
     if base is None:
-        raise UserError(
-            f"{directory} adapts a run, and PEFT opens none. Give --to hf, to export it with the adapters merged."
-        )
+        raise UserError(f"{directory} adapts a run, and PEFT opens none. Give --to hf, to merge the adapters.")
     if lora.frozen != "float32":
-        warnings.warn(
-            f"the adapters learnt on matrices in {lora.frozen}, and PEFT adds them to exact ones", stacklevel=2
-        )
+        said = f"the adapters learnt on matrices in {lora.frozen}, and PEFT adds them to exact ones"
+        warnings.warn(said, stacklevel=2)
     model = metadata.model.make_model()
     like = with_shardings(model.shapes(), whole_everywhere())
     adapters = restore_adapters(metadata, open_checkpoints(directory), loaded.step, like)

@@ -50,10 +50,7 @@ def make_page(run: Run, prompt: str | None = None, *, weights: Weights = "int8")
     if weights not in ("int8", "float32"):
         raise UserError(f"weights={weights!r}: needs int8 or float32")
     if model.config.is_foreign:
-        name = type(model.config).__name__
-        raise UserError(
-            f"{name}: a page computes jaxgpt's own modules only: use jaxgpt serve, whose page has its own model"
-        )
+        raise UserError(f"{type(model.config).__name__}: a page computes jaxgpt's own modules only: use jaxgpt serve")
     if EDITS in params:
         raise UserError("the model is edited: give the run without edits, and switch parts off on its page")
     if DECODE_MATRIX in params["wte"]:
@@ -133,10 +130,8 @@ def describe_tokenizer(tokenizer: Tokenizer, arrays: Arrays) -> dict[str, Any]:
         is_plain = model["type"] == "BPE" and not any(model.get(name) for name in UNUSUAL) and not parts["normalizer"]
         is_known = pattern is not None and all(c in vocab for c in letters) and all(x["special"] for x in added)
         if not is_plain or not is_known:
-            raise UserError(
-                "the page cannot encode as this run's tokenizer does: it knows characters, bytes and byte-level BPE as "
-                "GPT-2, GPT-4 and Llama 3 have it"
-            )
+            known = "characters, bytes and byte-level BPE as GPT-2, GPT-4 and Llama 3 have it"
+            raise UserError(f"the page cannot encode as this run's tokenizer does: it knows {known}")
         codes, tokens = {letter: byte for byte, letter in enumerate(letters)}, [b""] * tokenizer.vocab_size
         for text, i in [*vocab.items(), *((token["content"], token["id"]) for token in added)]:
             tokens[i] = bytes(codes[c] for c in text) if all(c in codes for c in text) else text.encode()
