@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import numpy as np
@@ -58,25 +59,15 @@ def render_html(names: Sequence[str], data: dict[str, Any], arrays: Arrays) -> s
     raw = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # A script element ends at the first "</script", even within a string.
     safe = raw.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-{GENERATOR}
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{html.escape(data["title"])}</title>
-<style>{style}</style>
-</head>
-<body>
-<noscript>This page needs JavaScript: turn it on for this file.</noscript>
-<script type="application/json" id="data">{safe}</script>
-<script type="text/plain" id="arrays">{arrays.encode()}</script>
-<script>{program}</script>
-</body>
-</html>
-"""
+    return Template(read_asset("page.html")).substitute(
+        generator=GENERATOR,
+        policy=policy,
+        title=html.escape(data["title"]),
+        style=style,
+        data=safe,
+        arrays=arrays.encode(),
+        program=program,
+    )
 
 
 def write_page(path: Path, page: str) -> str:

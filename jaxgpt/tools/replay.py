@@ -122,20 +122,8 @@ class AuditResult:
     tolerance: float  # relative difference that is accepted, 0 for none
     elsewhere: list[str]  # how the place where the run was started differs from here: the last bits may differ
     findings: list[str]  # what differs from what was written, by how much
-
-    @property
-    def accepted(self) -> bool:
-        """Return whether nothing differs."""
-        return not self.findings
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether every step was repeated."""
-        return self.retaken == self.steps
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields and the verdict."""
-        return dataclasses.asdict(self) | {"accepted": self.accepted, "is_whole": self.is_whole}
+    accepted: bool  # nothing differs
+    is_whole: bool  # every step was repeated
 
     def __str__(self) -> str:
         exact = f"within {self.tolerance:g}" if self.tolerance else "bit for bit"
@@ -145,9 +133,7 @@ class AuditResult:
             lines.append(f"  and {len(self.findings) - MOST_PRINTED:,} more")
         lines.append(f"{self.retaken:,} of {self.steps:,} steps re-taken and compared {exact}")
         if self.elsewhere and not self.accepted:
-            lines.append(
-                f"Where the run was computed, last bits may differ: {'; '.join(self.elsewhere)}. See --tolerance"
-            )
+            lines.append(f"Last bits may differ, since the run is of {'; '.join(self.elsewhere)}: see --tolerance")
         return "\n".join(lines)
 
 
@@ -217,6 +203,8 @@ def audit(
         tolerance=tolerance,
         elsewhere=[f"{name} {there.get(name)}, here {x}" for name, x in here.items() if there.get(name) != x],
         findings=findings,
+        accepted=not findings,
+        is_whole=retaken == total,
     )
 
 
