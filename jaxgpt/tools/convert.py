@@ -311,7 +311,8 @@ def _list_facts(run: Run) -> list[str]:
         f"Training: step {run.step:,} of {train.steps:,}, {seen:,} tokens seen, on {metadata.device}",
     ]
     if train.init_from is not None:
-        facts.append(f"Starting from `{_hide_folders(train.init_from)}`")
+        adapted = f", by adapters of rank {experiment.lora.rank}" if experiment.lora.rank else ""
+        facts.append(f"Starting from `{_hide_folders(train.init_from)}`{adapted}")
     if metadata.data.get("train_sha256"):
         facts.append(f"SHA-256 of the text: `{metadata.data['train_sha256']}`")
     if run.val_loss is not None:

@@ -13,19 +13,17 @@ needs_libtpu = needs("libtpu", "tpu")
 
 DESCRIBE = """
 import json, sys, jax
-from jaxgpt.tools.plan.topology import parse_slice, tpu_devices
-from jaxgpt.parallel.limits import PEAKS
+from jaxgpt.tools.plan.topology import tpu_devices
 for name in sys.argv[1:]:
     devices = tpu_devices(name)
-    size = [len({d.coords[i] for d in devices}) for i in range(3)]
-    print(json.dumps([name, len(devices), devices[0].device_kind, size, devices[0].device_kind in PEAKS]))
+    print(json.dumps([name, len(devices), devices[0].device_kind]))
 print(json.dumps([jax.devices()[0].platform, float(jax.numpy.ones(3).sum())]))
 """
 
 SLICES = [
-    ["v5e:2x4", 8, "TPU v5 lite", [2, 4, 1], True],
-    ["v4:2x2x1", 4, "TPU v4", [2, 2, 1], True],  # a device per chip, not per core
-    ["3xv5p:2x2x4", 48, "TPU v5", [2, 2, 4], True],
+    ["v5e:2x4", 8, "TPU v5 lite"],
+    ["v4:2x2x1", 4, "TPU v4"],  # a device per chip, not per core
+    ["3xv5p:2x2x4", 48, "TPU v5"],
 ]
 
 
