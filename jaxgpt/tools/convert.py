@@ -111,9 +111,8 @@ def _keep_settings(fields: dict[str, Any], source: Source, directory: Path) -> N
 
 def _check_empty(directory: Path, option: str) -> None:
     """Raise `UserError` unless a directory is absent or empty. option: where another one is named."""
-    remedy = f"ame another directory with {option}"
-    if is_there(directory, f"N{remedy}.") and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError(f"{directory} exists and is not empty: n{remedy}")
+    if is_there(directory, f"See {option}.") and (not directory.is_dir() or any(directory.iterdir())):
+        raise UserError(f"{directory} exists and is not empty: name another with {option}")
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ class Arrays:
     """Arrays of a page, concatenated, to which its data refer, and the distinct tokens that it shows."""
 
     def __init__(self) -> None:
-        self._raw = bytearray()
+        self.raw = bytearray()
         self.words: dict[int, int] = {}  # index by token id, in order of insertion
 
     def put(self, array: np.ndarray | None) -> dict[str, Any] | None:
@@ -31,9 +31,9 @@ class Arrays:
         if array is None:
             return None
         little = array.astype(array.dtype.newbyteorder("<"))
-        at = len(self._raw)
-        self._raw += little.tobytes()
-        self._raw += bytes(-len(self._raw) % 4)  # JavaScript's arrays begin at a multiple of their element size
+        at = len(self.raw)
+        self.raw += little.tobytes()
+        self.raw += bytes(-len(self.raw) % 4)  # JavaScript's arrays begin at a multiple of their element size
         return {"at": at, "type": little.dtype.str[1:], "shape": list(array.shape)}
 
     def put_tokens(self, tokens: ArrayLike) -> dict[str, Any] | None:
@@ -42,10 +42,6 @@ class Arrays:
         known, inverse = np.unique(tokens, return_inverse=True)
         indices = [self.words.setdefault(int(token), len(self.words)) for token in known]
         return self.put(np.array(indices, np.int32)[inverse].reshape(tokens.shape))
-
-    def encode(self) -> str:
-        """Return all arrays, compressed by zlib, in base64."""
-        return base64.b64encode(zlib.compress(self._raw, 9)).decode()
 
 
 def render_html(names: Sequence[str], data: dict[str, Any], arrays: Arrays) -> str:
@@ -65,7 +61,7 @@ def render_html(names: Sequence[str], data: dict[str, Any], arrays: Arrays) -> s
         title=html.escape(data["title"]),
         style=style,
         data=safe,
-        arrays=arrays.encode(),
+        arrays=base64.b64encode(zlib.compress(arrays.raw, 9)).decode(),
         program=program,
     )
 

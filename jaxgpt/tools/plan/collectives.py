@@ -6,7 +6,6 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
 from typing import NamedTuple
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -31,19 +30,19 @@ class Instruction(NamedTuple):
 Body = dict[str, Instruction]  # a computation of the program
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective operation, or several of one kind. The start and the end of an asynchronous one count as one."""
+    """The collectives of one kind and group size. The start and the end of an asynchronous one count as one."""
 
+    between_slices: bool  # over the data-center network, instead of the links of a slice
     kind: str  # one of KINDS
     devices: int  # in each group, or the number of slices
-    count: int = 1  # executions per run of the program
+    count: int  # executions per run of the program
     bytes: int  # the full buffers, summed over the executions: output of an all-gather, else the operands
-    between_slices: bool = False  # over the data-center network, instead of the links of a slice
 
 
-def read_collectives(text: str) -> list[Collective]:
-    """Return the collectives of one run of a program. All branches of a conditional count."""
+def read_collectives(text: str) -> tuple[Collective, ...]:
+    """Add up the collectives of one run of a program. All branches of a conditional count."""
     bodies, body = dict[str, Body](), Body()
     times = Counter[str]()  # executions of each computation
     for line in text.splitlines():
@@ -54,9 +53,10 @@ def read_collectives(text: str) -> list[Collective]:
             name, *instruction = match.groups()
             body[name] = Instruction(*instruction)
 
-    counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0])
-    all_devices = math.prod(map(int, counts))
-    found, channels = [], set()
+    sides = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0])
+    all_devices = math.prod(map(int, sides))
+    counts, sizes = Counter[tuple[bool, str, int]](), Counter[tuple[bool, str, int]]()
+    channels = set()
     launchers: dict[str, str] = {}  # the computation that launches the fusion around each fused one
     for name, body in reversed(bodies.items()):  # a computation follows those that it calls
         for x in body.values():
@@ -67,19 +67,21 @@ def read_collectives(text: str) -> list[Collective]:
                 times[called] += trips * times[name]
                 if name in launchers or x.op.startswith("fusion"):
                     launchers[called] = launchers.get(name, name)
-            one = _read_collective(x, body, all_devices)
-            # An axis of size 1 in the mesh leaves collectives over one device, which send nothing.
-            if one is None or one.devices == 1:
+            kind, devices = _read_collective(x, all_devices)
+            if devices == 1:  # of an axis of size 1 in the mesh, which sends nothing, or no collective
                 continue
+            size = sum(_count_bytes(body[operand].shape) for operand in x.operands)
+            full = size * devices if kind == "all-gather" else size
             # A TPU fuses an all-reduce with the slice that each device keeps. On the links it is a reduce-scatter.
-            kind = "reduce-scatter" if "all-reduce-scatter" in name else one.kind
+            kind = "reduce-scatter" if "all-reduce-scatter" in name else kind
             # It splits a collective over several fusions, to overlap it with compute. They share the channel.
             channel = launchers.get(name), *re.findall(r"channel_id=\d+", x.rest)
             if channel not in channels:
-                found.append(dataclasses.replace(one, kind=kind, count=times[name], bytes=times[name] * one.bytes))
+                counts[x.op == "send", kind, devices] += times[name]
+                sizes[x.op == "send", kind, devices] += times[name] * full
             if name in launchers and len(channel) == 2:
                 channels.add(channel)
-    return found
+    return tuple(Collective(*key, counts[key], sizes[key]) for key in sorted(counts))
 
 
 def _trip_count(loop: Instruction, body: Body, bodies: dict[str, Body]) -> int:
@@ -97,8 +99,8 @@ def _trip_count(loop: Instruction, body: Body, bodies: dict[str, Body]) -> int:
     return int(limit[1]) - (_numbers(start.rest)[0] if start.op == "constant" else 0)
 
 
-def _read_collective(x: Instruction, body: Body, all_devices: int) -> Collective | None:
-    """Return one execution of the collective that an instruction is, or of the transfer between slices, if it is one.
+def _read_collective(x: Instruction, all_devices: int) -> tuple[str, int]:
+    """Return the kind and the group size of a collective or a transfer between slices, and 1 of another instruction.
 
     The compiler splits a collective over devices of several slices into collectives in each slice and one transfer
     through the hosts. Each device sends a part of it, to targets such as {1,2}x{0:15} or {{100000,200000}}.
@@ -106,15 +108,9 @@ def _read_collective(x: Instruction, body: Body, all_devices: int) -> Collective
     kind = x.op.removesuffix("-start")
     transfer = re.search(r'_megascale_target="?\{+([\d,>-]+)\}.*_megascale_transfer_type="(\w+)"', x.rest)
     if kind == "send" and transfer:
-        devices = len(_numbers(transfer[1]))
         kind = transfer[2].lower().replace("_", "-").replace("one-to-one", "collective-permute")
-    elif kind in KINDS:
-        devices = _group_size(x.rest, all_devices)
-    else:
-        return None
-    size = sum(_count_bytes(body[name].shape) for name in x.operands)
-    full = size * devices if kind == "all-gather" else size
-    return Collective(kind=kind, devices=devices, bytes=full, between_slices=x.op == "send")
+        return kind, len(_numbers(transfer[1]))
+    return kind, _group_size(x.rest, all_devices) if kind in KINDS else 1
 
 
 def _count_bytes(shape: str) -> int:
@@ -141,14 +137,3 @@ def _group_size(text: str, all_devices: int) -> int:
         axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2])  # 'b':(2)2 is a part of b
         return math.prod(int(part or sizes[name]) for name, part in axes)
     return all_devices
-
-
-def total_collectives(collectives: Sequence[Collective]) -> tuple[Collective, ...]:
-    """Add up the collectives of each kind and group size."""
-    totals: dict[tuple[bool, str, int], Collective] = {}
-    for c in collectives:
-        key = c.between_slices, c.kind, c.devices
-        if key in totals:
-            c = dataclasses.replace(c, count=c.count + totals[key].count, bytes=c.bytes + totals[key].bytes)
-        totals[key] = c
-    return tuple(total for _, total in sorted(totals.items()))

@@ -9,7 +9,6 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 
@@ -23,7 +22,7 @@ from jaxgpt.parallel.limits import PEAKS, attention_flops, bytes_per_device, mem
 from jaxgpt.parallel.mesh import count_slices
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.runs.pretrained import resolve_init_from
-from jaxgpt.tools.plan.collectives import Collective, read_collectives, total_collectives
+from jaxgpt.tools.plan.collectives import Collective, read_collectives
 from jaxgpt.tools.plan.topology import INSTALL, topology_devices
 
 
@@ -60,7 +59,7 @@ def plan(
         full = replace_fields(full, {"train.steps": steps})
     vocab_size = full.model.vocab_size or full.data.open_dataset(full.model).tokenizer.vocab_size
     found = make_plan(full, vocab_size, topology=topology, say=say)
-    values = found.to_json()
+    values = dataclasses.asdict(found)
     if price is not None:
         values["dollars"] = None if found.hours is None else found.hours * found.devices * price
     return Result(values, format_plan(found, price))
@@ -156,16 +155,11 @@ class Plan:
     state_memory: int  # the part of `memory` for parameters and optimiser state
     available: int | None  # bytes
     fits: bool | None
-    collectives: tuple[Collective, ...]  # sums of each kind and group size
+    exchanges: tuple[Collective, ...]  # sums of each kind and group size
     step_seconds: float | None  # a lower bound: the executed FLOPs at the device's full rate
     tokens_per_second: float | None
     total_tokens: int  # tokens in the experiment
     hours: float | None  # for the experiment, a lower bound
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields for `--json`, one of them under the name of version 0.1.0."""
-        values = dataclasses.asdict(self)
-        return values | {"exchanges": values.pop("collectives")}
 
 
 def compile_plan(experiment: Experiment, trainer: Trainer, topology: str | None) -> Plan:
@@ -211,7 +205,7 @@ def compile_plan(experiment: Experiment, trainer: Trainer, topology: str | None)
         state_memory=state,
         available=available,
         fits=None if available is None else True,
-        collectives=total_collectives(read_collectives(executable.as_text() or "")),
+        exchanges=read_collectives(executable.as_text() or ""),
         step_seconds=step,
         tokens_per_second=None if step is None else tokens / step,
         total_tokens=tokens * train.steps,
@@ -264,7 +258,7 @@ def format_plan(p: Plan, price: float | None = None) -> str:
     ]
     if p.flops_per_token is not None:
         rows.append(("FLOPs per token", f"{p.flops_per_token:.3g}, at least {p.executed_flops_per_token:.3g} executed"))
-    for c in p.collectives:
+    for c in p.exchanges:
         name = "between slices" if c.between_slices else "collectives"
         rows.append((name, f"{c.count} x {c.kind} over {c.devices}: {c.bytes / 1e6:,.1f} MB"))
     if p.available is None:

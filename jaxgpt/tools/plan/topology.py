@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 import jax
+from jax.experimental import topologies
 
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.jax_setup import quiet_libtpu, skip_cuda_check
@@ -55,8 +56,6 @@ def gpu_devices(topology: str) -> list[jax.Device]:
         raise UserError(f"a GPU topology needs JAX's CUDA plugin of version {jaxlib}, found {found}: {INSTALL}")
     skip_cuda_check()
     gpu_memory_share()  # JAX would log a traceback of what is wrong with it
-    from jax.experimental import topologies
-
     shape = f"1x{match[2] or 1}x{match[3]}"  # slices x hosts x GPUs
     text = read_asset(f"plan/targets/{match[1]}.txtpb")
     try:
@@ -78,8 +77,6 @@ def tpu_devices(topology: str) -> list[jax.Device]:
         raise UserError('a TPU topology needs libtpu, which is not installed: pip install "jaxgpt[tpu]"')
 
     quiet_libtpu(only_compiles=True)
-    from jax.experimental import topologies
-
     # By default a v4 chip is two devices.
     options: dict[str, Any] = {"chip_config_name": "megacore"} if family in WITH_CORES else {}
     if shape == "1x1":

@@ -107,7 +107,8 @@ def capture_activations(model: GPT, params: Params, tokens: list[int], vocab_siz
             added_TD = read[f"h_{layer}/{added}"]
             if c.norm_position in ("output", "sandwich"):  # what is added has been normed
                 added_TD = normed[f"h_{layer}/{norm}{'_out' if c.norm_position == 'sandwich' else ''}"][1]
-            branches.append(Branch(f"h_{layer}/{part}", _length(added_TD), _length(read[f"h_{layer}/{after}"])))
+            lengths = [np.linalg.norm(x_TD, axis=-1) for x_TD in (added_TD, read[f"h_{layer}/{after}"])]
+            branches.append(Branch(f"h_{layer}/{part}", *lengths))
     in_order = [f"h_{layer}/{norm}" for layer in layers for norm in ("ln_1", "ln_1_out", "ln_2", "ln_2_out")]
     lens = [
         (ids[:, :LENS_PREDICTIONS], p[:, :LENS_PREDICTIONS], actual) for ids, p, actual in zip(*guesses, strict=True)
@@ -118,7 +119,7 @@ def capture_activations(model: GPT, params: Params, tokens: list[int], vocab_siz
         lens=[Guess(*each) for each in lens],
         weights_LNTS=[read[f"h_{layer}/pattern"].swapaxes(0, 1) for layer in layers],
         hidden_LTF=[read[f"h_{layer}/units"] for layer in layers],
-        start_T=_length(read[streams[0]]),
+        start_T=np.linalg.norm(read[streams[0]], axis=-1),
         branches=branches,
         norms=[Norm(name, *normed[name]) for name in (*in_order, "ln_f") if name in normed],
     )
@@ -154,10 +155,6 @@ def check_places(config: GPTConfig) -> None:
     if lacks:
         said = f"{type(config).__name__} has no {', '.join(lacks)}, which the page draws"
         raise UserError(f"{said}: jaxgpt.interventions reads and edits what it has, {', '.join(sorted(has))}")
-
-
-def _length(x_TD: np.ndarray) -> np.ndarray:
-    return np.linalg.norm(x_TD, axis=-1)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))

@@ -41,7 +41,7 @@ def plan(topology, *, batch_size=480, model={}, train={}, **parallel):
         parallel=dataclasses.replace(gpt2_124m.parallel, **parallel),
     )
     try:
-        found = plans.make_plan(e, e.model.vocab_size, topology=topology).to_json()
+        found = dataclasses.asdict(plans.make_plan(e, e.model.vocab_size, topology=topology))
         flops = count_products(texts[-1]) * found["devices"] / found["tokens_per_step"]
         return found | {"kernels": read_traffic(texts[-1]).kernels, "program_flops_per_token": flops}
     except UserError as error:

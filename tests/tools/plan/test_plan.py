@@ -9,7 +9,7 @@ from jaxgpt.experiment import Experiment, ParallelConfig, TrainConfig
 from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.limits import PEAKS, Peaks, attention_flops, train_flops_per_token
 from jaxgpt.tools.plan import plan as plans
-from jaxgpt.tools.plan.collectives import Collective, total_collectives
+from jaxgpt.tools.plan.collectives import Collective
 from jaxgpt.tools.plan.plan import DoesNotFit, format_plan, make_plan, parse_tokens
 from tests.helpers import TINY
 
@@ -71,14 +71,9 @@ def test_tokens_are_counted_as_people_write_them():
             parse_tokens(text)
 
 
-def test_collectives_add_up(here):
-    """Those of a kind and a group size are one row; what goes between slices has rows of its own."""
-    one = Collective(kind="all-reduce", devices=2, count=3, bytes=3000)
-    other, gather = (dataclasses.replace(one, **how) for how in ({"count": 2, "bytes": 1000}, {"kind": "all-gather"}))
-    across = dataclasses.replace(one, between_slices=True)
-    found = total_collectives((across, one, gather, other))
-    assert found == (gather, dataclasses.replace(one, count=5, bytes=4000), across)
-    plan = format_plan(dataclasses.replace(here, collectives=found))
+def test_what_goes_between_slices_has_rows_of_its_own(here):
+    found = (Collective(False, "all-reduce", 2, 5, 4000), Collective(True, "all-reduce", 2, 3, 3000))
+    plan = format_plan(dataclasses.replace(here, exchanges=found))
     assert "collectives      5 x all-reduce over 2: 0.0 MB\nbetween slices   3 x all-reduce over 2: 0.0 MB\n" in plan
 
 
