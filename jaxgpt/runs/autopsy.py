@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator
@@ -65,11 +64,6 @@ def watch_calls(is_bad: Callable[[Any], jax.Array], called: Modules) -> Iterator
         yield flags
 
 
-def find_first_bad(called: Modules, flags: jax.Array) -> tuple[str | None, type | None]:
-    """Return the name and the class of the first module whose flag is set. See `watch_calls`."""
-    return next(itertools.compress(called, np.asarray(flags)), (None, None))
-
-
 def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, step: int) -> NonFiniteReport:
     """Repeat a step on one device, and find the first module with an output that is not finite.
 
@@ -107,7 +101,7 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
         sums.append(add_up_gradients(params, rows, jax.random.fold_in(own_key, step - 1)))
     grads, (nats, count, flags) = jax.tree.map(lambda *parts: sum(parts), *sums)
     gradient_norms = _norms(jax.tree.map(lambda x: x / max(count, 1), grads))
-    first, _ = find_first_bad(called, flags)
+    first = next((name for (name, _), is_first in zip(called, flags, strict=True) if is_first), None)
     if first is None and not np.isfinite(nats):
         first = "the loss, of finite logits"
     elif first is None and not np.isfinite([*gradient_norms.values()]).all():

@@ -129,9 +129,8 @@ class AuditResult:
         exact = f"within {self.tolerance:g}" if self.tolerance else "bit for bit"
         lines = [f"{self.run}: {'accepted' if self.accepted else 'not accepted'}"]
         lines += [f"  {finding}" for finding in self.findings[:MOST_PRINTED]]
-        if len(self.findings) > MOST_PRINTED:
-            lines.append(f"  and {len(self.findings) - MOST_PRINTED:,} more")
-        lines.append(f"{self.retaken:,} of {self.steps:,} steps re-taken and compared {exact}")
+        taken = f"{self.retaken:,} of {self.steps:,} steps re-taken and compared {exact}"
+        lines.append(f"{taken}: {len(self.findings):,} findings" if self.findings else taken)
         if self.elsewhere and not self.accepted:
             lines.append(f"Last bits may differ, since the run is of {'; '.join(self.elsewhere)}: see --tolerance")
         return "\n".join(lines)

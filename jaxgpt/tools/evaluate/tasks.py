@@ -89,16 +89,15 @@ def sampling_options(options: dict[str, Any]) -> dict[str, Any]:
 
     Raises `UserError` for options without a counterpart, since ignoring them would change the text.
     """
-    options = dict(options)
-    until = options.pop("until", None) or []
-    limits = [options.pop(name, None) for name in LIMITS]
-    do_sample = options.pop("do_sample", bool(options.get("temperature")))
-    filters = {name: options.pop(name) for name in FILTERS if name in options}
-    if options:
-        known = ", ".join(("until", "do_sample", *LIMITS, *FILTERS))
-        raise UserError(f"the task's generation_kwargs has {', '.join(options)}: jaxgpt knows only {known}")
+    known = ("until", "do_sample", *LIMITS, *FILTERS)
+    if unknown := [name for name in options if name not in known]:
+        raise UserError(f"generation_kwargs has {', '.join(unknown)}: jaxgpt knows only {', '.join(known)}")
+    until = options.get("until") or []
+    limits = [options[name] for name in LIMITS if options.get(name) is not None]
+    filters = {name: options[name] for name in FILTERS if name in options}
+    do_sample = options.get("do_sample", bool(options.get("temperature")))
     return {
-        "max_new_tokens": next((limit for limit in limits if limit is not None), MAX_NEW_TOKENS),
+        "max_new_tokens": limits[0] if limits else MAX_NEW_TOKENS,
         "stop": [stop for stop in ([until] if isinstance(until, str) else until) if stop],
         **(filters if do_sample else {"greedy": True}),
     }

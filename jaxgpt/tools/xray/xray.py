@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from jaxgpt.config.validate import check_value, short_repr
+from jaxgpt.config.validate import check_value
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.data.dataset import encode_whole
 from jaxgpt.data.pipeline import Tokens
@@ -82,7 +82,6 @@ class Activations(NamedTuple):
     start_T: np.ndarray  # Euclidean norm of the stream that enters the first block
     branches: list[Branch]  # in the order of computation
     norms: list[Norm]  # in the order of computation
-    __repr__ = short_repr
 
 
 def capture_activations(model: GPT, params: Params, tokens: list[int], vocab_size: int | None = None) -> Activations:
@@ -154,7 +153,7 @@ def check_places(config: GPTConfig) -> None:
         lacks.append("jaxgpt's blocks and norms")
     if lacks:
         said = f"{type(config).__name__} has no {', '.join(lacks)}, which the page draws"
-        raise UserError(f"{said}: jaxgpt.interventions reads and edits what it has, {', '.join(sorted(has))}")
+        raise UserError(f"{said}: jaxgpt.interventions reads what it has, {', '.join(sorted(has))}")
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
