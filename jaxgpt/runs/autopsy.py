@@ -33,13 +33,10 @@ class NonFiniteReport:
     gradient_norms: dict[str, float]  # by layer, of the mean loss
 
     def __str__(self) -> str:
-        width = max(len(name) for name in self.parameter_norms)
-        lines = [
-            f"first not finite: {self.first or 'nothing: the step is finite when repeated'}",
-            f"{'norm of':<{width}}  {'parameters':>10}  {'gradient':>10}",
-        ]
+        first = self.first or "nothing: the step is finite when repeated"
+        lines = [f"first not finite: {first}", "norm of     parameters    gradient"]
         for name, norm in self.parameter_norms.items():
-            lines.append(f"{name:<{width}}  {norm:>10.4g}  {self.gradient_norms[name]:>10.4g}")
+            lines.append(f"{name:<10}  {norm:>10.4g}  {self.gradient_norms[name]:>10.4g}")
         return "\n".join(lines)
 
 

@@ -74,11 +74,10 @@ def write_page(path: Path, page: str) -> str:
 
 def round_numbers(values: Any, digits: int = 4) -> Any:
     """Round nested lists of numbers to `digits` significant digits. Replace values that are not finite by None."""
-    if isinstance(values, np.ndarray):
-        values = values.tolist()
-    if isinstance(values, list | tuple):
-        return [round_numbers(v, digits) for v in values]
-    return None if values is None or not np.isfinite(values) else float(f"{values:.{digits}g}")
+    values = np.asarray(values, np.float64).tolist()  # None becomes NaN
+    if isinstance(values, list):
+        return [round_numbers(x, digits) for x in values]
+    return float(f"{values:.{digits}g}") if np.isfinite(values) else None
 
 
 def read_asset(name: str) -> str:

@@ -94,8 +94,8 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     params = None if skipped is None else gather_params(trainer, state)  # which a skipped step leaves unchanged
     if params is not None:
         findings = debug_step(trainer, params, training.whole_batch(step, state), training.dropout_key, step)
-    lines = [x for x in read_metrics(directory / "metrics.jsonl") if x["step"] == step and "val_loss" not in x]
-    logged, equal = lines[-1] if lines else None, None
+    lines = reversed(read_metrics(directory / "metrics.jsonl"))
+    logged, equal = next((x for x in lines if x["step"] == step and "val_loss" not in x), None), None
     if logged is not None:
         equal = logged.get("loss") == loss if skipped is None else logged.get("skipped") == skipped
     return ReplayResult(

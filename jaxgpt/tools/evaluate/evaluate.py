@@ -75,9 +75,10 @@ def evaluate_run(
         if not encoded:
             raise UserError(f"{path} is empty: give a conversation on each line")
         ids, answers = (np.concatenate(parts) for parts in zip(*encoded, strict=True))
+        lengths = [len(one) for one, _ in encoded]
         if stride == block_size:  # which may be 131,072: logits of as many tokens fit no memory
-            block_size = stride = min(block_size, max(len(one) for one, _ in encoded))
-        split = Conversations(ids, answers, np.cumsum([len(one) for one, _ in encoded]), block_size)
+            block_size = stride = min(block_size, max(lengths))
+        split = Conversations(ids, answers, np.cumsum(lengths), block_size)
         if not len(split):
             raise UserError(f"{path} has no conversation with an answer that ends within {block_size} tokens")
     else:

@@ -164,9 +164,6 @@ def evaluate_tasks(
 def format_tasks(found: dict[str, Any]) -> str:
     """Return the results of `evaluate_tasks` as a table."""
     head = ["task", "shots", "metric", "value", "stderr"]
-    rows = [
-        [f"{row[name]:.4f}" if isinstance(row[name], float) else str(row[name]) for name in head]
-        for row in found["tasks"]
-    ]
+    rows = [[f"{x:.4f}" if isinstance(x, float) else str(x) for x in row.values()] for row in found["tasks"]]
     core = "" if found["core"] is None else f"\nCORE {found['core']:.4f}, over {len(CORE)} of its 22 tasks"
     return format_table(head, rows) + core

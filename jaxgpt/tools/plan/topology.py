@@ -58,10 +58,7 @@ def gpu_devices(topology: str) -> list[jax.Device]:
     gpu_memory_share()  # JAX would log a traceback of what is wrong with it
     shape = f"1x{match[2] or 1}x{match[3]}"  # slices x hosts x GPUs
     text = read_asset(f"plan/targets/{match[1]}.txtpb")
-    try:
-        found = topologies.get_topology_desc(platform="cuda", topology_name="", topology=shape, target_config=text)
-    except NotImplementedError:  # JAX has tried the plugin before, for a GPU of this machine, and refused it
-        raise UserError("JAX has refused its CUDA plugin: set JAX_PLATFORMS=cpu before jax is imported") from None
+    found = topologies.get_topology_desc(platform="cuda", topology_name="", topology=shape, target_config=text)
     return list(found.devices)
 
 

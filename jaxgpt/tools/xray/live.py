@@ -22,6 +22,7 @@ from jaxgpt.hf.source import list_byte_names
 from jaxgpt.interventions.model import EDITS
 from jaxgpt.layers.linear import to_int8
 from jaxgpt.layers.position import sinusoidal
+from jaxgpt.parallel.limits import count_parameters
 from jaxgpt.run import Run
 from jaxgpt.sample.quantize import DECODE_MATRIX, unstack_layers
 from jaxgpt.tools.html_page import Arrays, render_html
@@ -55,7 +56,7 @@ def make_page(run: Run, prompt: str | None = None, *, weights: Weights = "int8")
         raise UserError("the model is edited: give the run without edits, and switch parts off on its page")
     if DECODE_MATRIX in params["wte"]:
         raise UserError("the parameters were converted by for_decoding: give the run as jaxgpt.load returns it")
-    if (count := sum(x.size for x in jax.tree.leaves(params))) > MOST_PARAMETERS:
+    if (count := count_parameters(params)) > MOST_PARAMETERS:
         raise UserError(f"{run.directory} has {count:,} parameters, too many for a page: at most {MOST_PARAMETERS:,}")
     if prompt is not None:
         run.tokenizer.encode(prompt)  # raises for characters that it does not know
@@ -105,8 +106,10 @@ def hold(params: Params, weights: Weights) -> Params:
         if x.ndim < 2 or path[0].key == "wpe":
             return x
         matrix_FD = x if path[-1].key == "embedding" else x.T
-        values_FD, scale_F = (matrix_FD, None) if weights == "float32" else to_int8(jnp.asarray(matrix_FD))
-        return {"values": np.asarray(values_FD), "scale": None if scale_F is None else np.asarray(scale_F)}
+        if weights == "float32":
+            return {"values": matrix_FD, "scale": None}
+        values_FD, scale_F = jax.device_get(to_int8(jnp.asarray(matrix_FD)))
+        return {"values": values_FD, "scale": scale_F}
 
     return jax.tree.map_with_path(convert, params)
 

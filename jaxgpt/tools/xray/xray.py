@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -234,7 +233,7 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None) -> s
         "title": f"X-ray of {run.experiment.name}",
         "facts": describe_run(run),
         "texts": {"text": arrays.put_tokens(ids)},
-        "bits": round_numbers([None, *(seen.guess.logprob_T[:-1] / -math.log(2)).tolist()]),
+        "bits": round_numbers(np.append(np.nan, seen.guess.logprob_T[:-1] / -np.log(2))),
         "guess": _put_guess(arrays, seen.guess),
         "lens": [_put_guess(arrays, guess) for guess in seen.lens],
         "attention": [{"name": f"layer {layer}", "roots": arrays.put(x)} for layer, x in enumerate(roots)],
@@ -295,7 +294,7 @@ def _describe_norm(norm: Norm, config: GPTConfig) -> dict[str, Any]:
         "centred": config.norm == "layernorm",  # LayerNorm subtracts the mean
         **moments,
         "scale": round_numbers(norm.scale_D),
-        "bias": None if norm.bias_D is None else round_numbers(norm.bias_D),
+        "bias": round_numbers(norm.bias_D),
         "x": round_numbers(norm.before_TD[:, :ELEMENTS]),
     }
 

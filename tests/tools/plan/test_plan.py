@@ -59,8 +59,7 @@ def test_the_bound_of_a_step(monkeypatch):
     first, *_, step, rate, last = format_plan(monthly, 1.2).splitlines()
     said = "at least 4.2 days and 960 dollars at 1.2 dollars per device-hour"
     assert first.startswith("fits: 0.00 GiB of ") and first.endswith(f" per device; {said}")
-    assert step.split()[1:3] == ["at", "least"]
-    assert rate.endswith(f"at most {found.tokens_per_second:,.0f}")
+    assert "at least" in step and rate.endswith(f"at most {found.tokens_per_second:,.0f}")
     assert last.endswith(f"12,800 tokens in {said}")
 
 
