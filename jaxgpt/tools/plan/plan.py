@@ -103,17 +103,25 @@ def make_plan(
             smaller = replace_fields(variant, {"parallel.micro_batch_size": micro})
             try:
                 trainer = make_trainer(smaller, devices)
+                micro = trainer.split.micro_batch_size
+                return compile_plan(smaller, trainer, topology)
+            except DoesNotFit as e:
+                say(f"{tried}, micro-batch {micro}: needs {e} of {format_gib(memory_of(devices[0]))}")
+                assert micro is not None
+                micro //= 2
             except UserError as e:  # the width or the batch is not divisible over the devices
                 if smaller == given:
                     raise
                 say(f"{tried}: {e}")
                 break
-            try:
-                return compile_plan(smaller, trainer, topology)
-            except DoesNotFit as e:
-                micro = trainer.split.micro_batch_size
-                say(f"{tried}, micro-batch {micro}: needs {e} of {format_gib(memory_of(devices[0]))}")
-                micro //= 2
+            except RuntimeError as e:  # NotImplementedError is one, too
+                # JAX asks the libraries and the GPU of this machine, not the devices that it compiles for. Without
+                # cuDNN it lowers no attention. Without a GPU it lowers only heads of up to 128.
+                said = str(e).partition("\n")[0]
+                if "cuDNN" not in said and "head dim must be" not in said:
+                    raise
+                remedy = f"take --train.attention xla, or install cuDNN with {INSTALL}"
+                raise UserError(f"JAX cannot lower cuDNN's attention here ({said}): {remedy}") from None
     raise UserError(
         f"{experiment.name} does not fit on {len(devices)} x {devices[0].device_kind}, whatever the micro-batch, "
         "remat and fsdp: use more devices or a smaller model"
@@ -171,7 +179,13 @@ def compile_plan(experiment: Experiment, trainer: Trainer, topology: str | None)
     state, available = bytes_per_device(trainer.abstract_state), memory_of(used[0])
     if available is not None and state > available:
         raise DoesNotFit(format_gib(state))
-    executable = _compile(trainer)
+    try:
+        executable = trainer.lower().compile()
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        size = re.search(r"Used ([\d.]+)([KMG]) of", str(e))
+        raise DoesNotFit(f"{size[1]} {size[2]}iB" if size else "unknown") from None
     memory = memory_of_program(executable)
     if available is not None and memory > available:
         raise DoesNotFit(format_gib(memory))
@@ -211,25 +225,6 @@ def compile_plan(experiment: Experiment, trainer: Trainer, topology: str | None)
         total_tokens=tokens * train.steps,
         hours=None if step is None else step * train.steps / 3600,
     )
-
-
-def _compile(trainer: Trainer) -> jax.stages.Compiled:
-    """Compile a step. Raises `DoesNotFit`, and `UserError` where JAX cannot lower cuDNN's attention.
-
-    JAX asks the libraries and the GPU of this machine, not the devices that it compiles for. Without cuDNN it lowers no
-    attention call. Without a GPU it lowers only calls with a head size of up to 128.
-    """
-    try:
-        return trainer.lower().compile()
-    except RuntimeError as e:  # NotImplementedError and JAX's errors are ones, too
-        said = str(e)
-        if "RESOURCE_EXHAUSTED" in said:
-            size = re.search(r"Used ([\d.]+)([KMG]) of", said)
-            raise DoesNotFit(f"{size[1]} {size[2]}iB" if size else "more") from None
-        if "cuDNN" in said or "head dim must be" in said:
-            remedy = f"take --train.attention xla, or install cuDNN with {INSTALL}"
-            raise UserError(f"JAX cannot lower cuDNN's attention here ({said.splitlines()[0]}): {remedy}") from None
-        raise
 
 
 def memory_of_program(executable: jax.stages.Compiled) -> int:

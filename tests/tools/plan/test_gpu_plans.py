@@ -125,7 +125,7 @@ def test_the_loop_over_micro_batches_is_not_pipelined(found):
     [
         (
             "heads",
-            "The head dim must be <= 128 and a multiple of 8, but got 256): take --train.attention xla, or install cuDNN",
+            "The head dim must be <= 128 and a multiple of 8, but got 256.): take --train.attention xla, or install cuDNN",
         ),
         ("large", "does not fit on 1 x NVIDIA RTX PRO 6000 Blackwell Server Edition, whatever the micro-batch"),
     ],
