@@ -175,7 +175,7 @@ def check_collectives() -> None:
     def total(name: str, kind: str) -> float:
         return sum(c.bytes for c in found[name] if c.kind == kind)
 
-    assert found["single"] == []
+    assert not found["single"]
     for name in ("pmap", "data", "data, in pieces"):  # the gradients once, and a little more for a few vectors
         assert {c.kind for c in found[name]} == {"all-reduce"}
         assert parameters <= total(name, "all-reduce") <= 1.05 * parameters
