@@ -5,7 +5,7 @@ Method      the text of the compiled program has every kernel with its operands 
             counts once, at the full bandwidth of the memory, and products at the full rate of the data sheet. On a GPU
             kernels run one after another, and each takes the longer of the two. A TPU prefetches for the next.
 Command     python experiments/benchmarks/traffic.py experiments/gpt2_124m.py --topology h200:8 [--FIELD VALUE]
-Result      a bound that is sharper than the one of `jaxgpt plan`, which knows FLOPs and links alone.
+Result      a bound that is sharper than the one of `jaxgpt plan`, which knows FLOPs alone.
 """
 
 import dataclasses

@@ -21,45 +21,34 @@ class Peaks:
     flops: float  # dense bfloat16 FLOP/s
     memory: int  # bytes of HBM
     memory_bandwidth: float  # bytes/s
-    link_bandwidth: float  # bytes/s in one direction, of one TPU link or all NVLinks of a GPU
-    # bytes/s in one direction, of a GPU's network card between hosts, or of a TPU chip's share of its host's cards
-    network_bandwidth: float | None = None
-    torus: int = 0  # dimensions of the torus of links, 0 if one switch connects all devices of a host
 
 
 #: `Peaks` by JAX's full name of the device. "NVIDIA A100-SXM4-40GB MIG 1g.5gb" and "TPU v4 lite" are unknown.
 PEAKS = {
     # GPU: nvidia.com's data sheets of A100, H100, H100 NVL, H200 and H200 NVL. B200 (HGX) is from
-    # glennklockwood.com/garden/processors/B200, RTX PRO 6000 Blackwell without a page of Nvidia's at hand. FLOP/s without
-    # sparsity, and half of the sum of a link's two directions. PCIe cards have PCIe here: an NVLink bridge connects only
-    # two of them (four H200 NVL). Between hosts, the SXM boards have a network card each, by docs.nvidia.com/dgx: eight
-    # of 200 Gbit/s in a DGX A100, of 400 Gbit/s in a DGX H100, H200 or B200. Memory is what the driver reports, by the
+    # glennklockwood.com/garden/processors/B200, RTX PRO 6000 Blackwell without a page of Nvidia's at hand, RTX 4090 from
+    # "Ada GPU Architecture" v2.1 (float32 sums). FLOP/s without sparsity. Memory is what the driver reports, by the
     # target files that tools/plan/topology.py names, or else the data sheet's.
-    "NVIDIA A100-SXM4-40GB": Peaks(312e12, 40_000_000_000, 1.555e12, 300e9, 25e9),
-    "NVIDIA A100-SXM4-80GB": Peaks(312e12, 85_100_068_864, 2.039e12, 300e9, 25e9),
-    "NVIDIA A100-PCIE-40GB": Peaks(312e12, 40_000_000_000, 1.555e12, 32e9),
-    "NVIDIA A100 80GB PCIe": Peaks(312e12, 80_000_000_000, 1.935e12, 32e9),
-    "NVIDIA H100 80GB HBM3": Peaks(989e12, 84_942_979_072, 3.35e12, 450e9, 50e9),
-    "NVIDIA H100 PCIe": Peaks(756e12, 80_000_000_000, 2.0e12, 64e9),
-    "NVIDIA H100 NVL": Peaks(835e12, 94_000_000_000, 3.9e12, 64e9),
-    "NVIDIA H200": Peaks(989e12, 151_397_597_184, 4.8e12, 450e9, 50e9),
-    "NVIDIA H200 NVL": Peaks(835e12, 141_000_000_000, 4.8e12, 64e9),
-    "NVIDIA B200": Peaks(2250e12, 191_514_411_008, 8e12, 900e9, 50e9),
-    "NVIDIA RTX PRO 6000 Blackwell Server Edition": Peaks(503.8e12, 103_079_215_104, 1.597e12, 64e9),
-    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": Peaks(503.8e12, 103_079_215_104, 1.792e12, 64e9),
-    "NVIDIA GeForce RTX 4090": Peaks(
-        165.2e12, 24_000_000_000, 1.008e12, 32e9
-    ),  # "Ada GPU Architecture" v2.1, float32 sums
-    # TPU: FLOP/s from cloud.google.com/tpu/docs/v4, /v5e, /v5p and /v6e. Bandwidths are from
-    # jax-ml.github.io/scaling-book/tpus, where links are a tenth slower than in the data sheets (v5e: 1600 Gbit/s over 4
-    # ports). Of the memory, programs can use 30.75, 15.75, 95.74 and 31.25 GiB on v4, v5e, v5p and v6e, by the
-    # out-of-memory message of libtpu 0.0.42. Network between slices, by cloud.google.com/tpu/docs: 2 cards of 100 Gbit/s
-    # for 8 chips of v5e, 50 Gbit/s for a chip of v5p, 4 cards of 200 Gbit/s for 8 chips of v6e. scaling-book/tpus has
-    # 2.5e10 bytes/s for a host. For v4: unknown.
-    "TPU v4": Peaks(275e12, 32 * 2**30, 1.2e12, 4.5e10, None, torus=3),
-    "TPU v5 lite": Peaks(197e12, 16 * 2**30, 8.1e11, 4.5e10, 3.125e9, torus=2),
-    "TPU v5": Peaks(459e12, 96 * 2**30, 2.8e12, 9e10, 6.25e9, torus=3),
-    "TPU v6 lite": Peaks(918e12, 32 * 2**30, 1.6e12, 9e10, 12.5e9, torus=2),
+    "NVIDIA A100-SXM4-40GB": Peaks(312e12, 40_000_000_000, 1.555e12),
+    "NVIDIA A100-SXM4-80GB": Peaks(312e12, 85_100_068_864, 2.039e12),
+    "NVIDIA A100-PCIE-40GB": Peaks(312e12, 40_000_000_000, 1.555e12),
+    "NVIDIA A100 80GB PCIe": Peaks(312e12, 80_000_000_000, 1.935e12),
+    "NVIDIA H100 80GB HBM3": Peaks(989e12, 84_942_979_072, 3.35e12),
+    "NVIDIA H100 PCIe": Peaks(756e12, 80_000_000_000, 2.0e12),
+    "NVIDIA H100 NVL": Peaks(835e12, 94_000_000_000, 3.9e12),
+    "NVIDIA H200": Peaks(989e12, 151_397_597_184, 4.8e12),
+    "NVIDIA H200 NVL": Peaks(835e12, 141_000_000_000, 4.8e12),
+    "NVIDIA B200": Peaks(2250e12, 191_514_411_008, 8e12),
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": Peaks(503.8e12, 103_079_215_104, 1.597e12),
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": Peaks(503.8e12, 103_079_215_104, 1.792e12),
+    "NVIDIA GeForce RTX 4090": Peaks(165.2e12, 24_000_000_000, 1.008e12),
+    # TPU: FLOP/s from cloud.google.com/tpu/docs/v4, /v5e, /v5p and /v6e, bandwidths from jax-ml.github.io/scaling-book/tpus.
+    # Of the memory, programs can use 30.75, 15.75, 95.74 and 31.25 GiB on v4, v5e, v5p and v6e, by the out-of-memory
+    # message of libtpu 0.0.42.
+    "TPU v4": Peaks(275e12, 32 * 2**30, 1.2e12),
+    "TPU v5 lite": Peaks(197e12, 16 * 2**30, 8.1e11),
+    "TPU v5": Peaks(459e12, 96 * 2**30, 2.8e12),
+    "TPU v6 lite": Peaks(918e12, 32 * 2**30, 1.6e12),
 }
 PEAKS |= {"TPU v5e": PEAKS["TPU v5 lite"], "TPU v5p": PEAKS["TPU v5"], "TPU v6e": PEAKS["TPU v6 lite"]}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from jaxgpt.layers.block import NO_SHARDING
 from jaxgpt.lora import with_adapters
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.sample.quantize import unstack_layers
-from jaxgpt.train import Params
+from jaxgpt.train import Params, add_up
 
 Modules = list[tuple[str, type]]  # the name and the class of each that was called
 
@@ -32,6 +31,13 @@ class NonFiniteReport:
     first: str | None  # what made the first non-finite value of finite ones. None means that nothing did
     parameter_norms: dict[str, float]  # by layer
     gradient_norms: dict[str, float]  # by layer, of the mean loss
+
+    def __str__(self) -> str:
+        first = self.first or "nothing: the step is finite when repeated"
+        lines = [f"first not finite: {first}", "norm of     parameters    gradient"]
+        for name, norm in self.parameter_norms.items():
+            lines.append(f"{name:<10}  {norm:>10.4g}  {self.gradient_norms[name]:>10.4g}")
+        return "\n".join(lines)
 
 
 @contextlib.contextmanager
@@ -55,11 +61,6 @@ def watch_calls(is_bad: Callable[[Any], jax.Array], called: Modules) -> Iterator
         yield flags
 
 
-def find_first_bad(called: Modules, flags: jax.Array) -> tuple[str | None, type | None]:
-    """Return the name and the class of the first module whose flag is set. See `watch_calls`."""
-    return next(itertools.compress(called, np.asarray(flags)), (None, None))
-
-
 def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, step: int) -> NonFiniteReport:
     """Repeat a step on one device, and find the first module with an output that is not finite.
 
@@ -80,27 +81,27 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
     def loss(params: Params, micro: Batch, key: jax.Array) -> Any:
         with watch_calls(is_bad, called) as flags:
             nats, count, _ = with_adapters(trainer.objective.make_loss(model))(params, micro, key)
-        return nats, (count, jnp.stack(flags))
+        return nats, (nats, count, jnp.stack(flags))
 
-    watched = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    first, total, targets = None, None, 0.0
-    # The micro-batches and their dropout keys are those that `train_step` and pmap make.
-    replicas, accumulated = trainer.strategy.num_replicas, trainer.split.grad_accum_steps
-    keys = [key] if replicas is None else [jax.random.fold_in(key, number) for number in range(replicas)]
-    rows = len(batch.inputs_BT) // len(keys)
-    for number, index in itertools.product(range(len(keys)), range(accumulated)):
-        taken = slice(number * rows + index, (number + 1) * rows, accumulated)
-        micro = jax.tree.map(operator.itemgetter(taken), batch)
-        step_key = jax.random.fold_in(keys[number], step - 1)
-        (nats, (count, flags)), grads = watched(params, micro, jax.random.fold_in(step_key, index))
-        if first is None:
-            first, _ = find_first_bad(called, flags)
-        if first is None and not np.isfinite(nats):
-            first = "the loss, of finite logits"
-        total = grads if total is None else jax.tree.map(jnp.add, total, grads)
-        targets += float(count)
-    gradient_norms = _norms(jax.tree.map(lambda x: x / max(targets, 1.0), total))
-    if first is None and not np.isfinite([*gradient_norms.values()]).all():
+    @jax.jit
+    def add_up_gradients(params: Params, rows: Batch, key: jax.Array) -> Any:
+        def differentiate(micro: Batch, number: jax.Array | int) -> Any:
+            return jax.grad(loss, has_aux=True)(params, micro, jax.random.fold_in(key, number))
+
+        return add_up(differentiate, rows, trainer.split.grad_accum_steps)
+
+    replicas, sums = trainer.strategy.num_replicas, []
+    by_replica = jax.tree.map(lambda x: x.reshape(replicas or 1, -1, *x.shape[1:]), batch)
+    for number in range(replicas or 1):  # with the rows and the dropout key that pmap gives it
+        rows = jax.tree.map(operator.itemgetter(number), by_replica)
+        own_key = key if replicas is None else jax.random.fold_in(key, number)
+        sums.append(add_up_gradients(params, rows, jax.random.fold_in(own_key, step - 1)))
+    grads, (nats, count, flags) = jax.tree.map(lambda *parts: sum(parts), *sums)
+    gradient_norms = _norms(jax.tree.map(lambda x: x / max(count, 1), grads))
+    first = next((name for (name, _), is_first in zip(called, flags, strict=True) if is_first), None)
+    if first is None and not np.isfinite(nats):
+        first = "the loss, of finite logits"
+    elif first is None and not np.isfinite([*gradient_norms.values()]).all():
         first = "the backward pass; the forward pass is finite"
     return NonFiniteReport(first=first, parameter_norms=_norms(params), gradient_norms=gradient_norms)
 
@@ -110,15 +111,3 @@ def _norms(tree: Any) -> dict[str, float]:
     wide = jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
     norms = {name: math.hypot(*map(np.linalg.norm, jax.tree.leaves(wide[name]))) for name in wide}
     return dict(sorted(norms.items(), key=lambda each: (len(each[0]), each[0])))  # h_2 < h_10
-
-
-def format_report(found: NonFiniteReport) -> str:
-    """Format a report as lines of text."""
-    width = max(len(name) for name in found.parameter_norms)
-    lines = [
-        f"first not finite: {found.first or 'nothing: the step is finite when repeated'}",
-        f"{'norm of':<{width}}  {'parameters':>10}  {'gradient':>10}",
-    ]
-    for name, norm in found.parameter_norms.items():
-        lines.append(f"{name:<{width}}  {norm:>10.4g}  {found.gradient_norms[name]:>10.4g}")
-    return "\n".join(lines)

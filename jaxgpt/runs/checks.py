@@ -92,7 +92,7 @@ def check_model(experiment: Experiment, batch: Batch) -> None:
     One row is read twice, with other tokens in its second half. An objective of the user's own may
     want such a model: then this is only a warning.
     """
-    from jaxgpt.runs.autopsy import Modules, find_first_bad, watch_calls
+    from jaxgpt.runs.autopsy import Modules, watch_calls
 
     # Without scan and remat: an interceptor may not leave their traces.
     model: Any = dataclasses.replace(experiment.model, scan_layers=False, remat="none").make_model()
@@ -127,7 +127,7 @@ def check_model(experiment: Experiment, batch: Batch) -> None:
         differs, flags = jax.jit(read, compiler_options=options)(jax.random.key(0))
     if not bool(differs):
         return
-    _, kind = find_first_bad(called, flags)
+    kind = next((kind for (_, kind), is_first in zip(called, flags, strict=True) if is_first), None)
     owner = type(experiment.model)
     place = place_of(kind) or place_of(owner)
     said = f"{place}{owner.__name__}: {kind.__name__ if kind else 'the model'} is not causal"

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from jaxgpt.data.conversations import find_end_of_turn
 from jaxgpt.data.template import ETX, ChatTemplate, Jinja, Turns, write_template
-from jaxgpt.data.tokenizer import BPETokenizer, fingerprint
+from jaxgpt.data.tokenizer import fingerprint
 from jaxgpt.errors import UserError, reason_of, shell_line
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import is_there, read_json, render_json, write_whole
@@ -46,7 +46,6 @@ from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
 from jaxgpt.runs.directory import RunMetadata, find_run, lock_run, read_metadata, write_metadata
-from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.pretrained import load_base, restore_adapters
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.tools.html_page import read_asset
@@ -98,14 +97,13 @@ def import_model(
 
 def _keep_settings(fields: dict[str, Any], source: Source, directory: Path) -> None:
     """Keep the chat template and the ends of a text, of the fields of a GGUF file, in a run directory."""
-    template = read_chat_template(fields)
-    if template is not None:
-        named = {}
-        for token in ("bos", "eos"):
-            i = fields.get(f"tokenizer.ggml.{token}_token_id")
-            if type(i) is int and i in range(source.tokenizer.vocab_size):
-                named[f"{token}_token"] = source.tokenizer.decode([i])  # spelled as in a text
-        write_template(directory, {"chat_template": template, **named})
+    template = {"chat_template": read_chat_template(fields)}
+    for token in ("bos", "eos"):
+        i = fields.get(f"tokenizer.ggml.{token}_token_id")
+        if type(i) is int and i in range(source.tokenizer.vocab_size):
+            template[f"{token}_token"] = source.tokenizer.decode([i])  # spelled as in a text
+    if template["chat_template"] is not None:
+        write_template(directory, template)
     if ends := read_ends(fields):
         (directory / HF_FOLDER).mkdir()
         _write_json(directory / HF_FOLDER / "generation_config.json", {"eos_token_id": ends})
@@ -113,9 +111,8 @@ def _keep_settings(fields: dict[str, Any], source: Source, directory: Path) -> N
 
 def _check_empty(directory: Path, option: str) -> None:
     """Raise `UserError` unless a directory is absent or empty. option: where another one is named."""
-    remedy = f"ame another directory with {option}"
-    if is_there(directory, f"N{remedy}.") and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError(f"{directory} exists and is not empty: n{remedy}")
+    if is_there(directory, f"See {option}.") and (not directory.is_dir() or any(directory.iterdir())):
+        raise UserError(f"{directory} exists and is not empty: name another with {option}")
 
 
 @contextlib.contextmanager
@@ -130,10 +127,7 @@ def _writing(out: Path) -> Generator[None]:
 def _load_to_export(metadata: RunMetadata, model_type: str | None) -> tuple[Run, Family, ChatTemplate | None]:
     """Return a run with its layers unstacked, the family it is exported as, and the template of its chats, if any."""
     if metadata.model.is_foreign:
-        name = type(metadata.model).__name__
-        raise UserError(
-            f"{name}: no family of Hugging Face's or llama.cpp's computes a class of your own: it stays a run"
-        )
+        raise UserError(f"{type(metadata.model).__name__}: no family of Hugging Face's or llama.cpp's computes it")
     family = find_family(metadata.model, model_type)  # before the weights are read
     run = load_run(metadata)
     model, params = unstack_layers(run.model, run.params)
@@ -159,18 +153,15 @@ def export_gguf(run: str | Path | None, out: str | Path, *, dtype: str | None = 
         UserError: llama.cpp has no such architecture or tokenizer (nothing is written then), or `out` cannot be written.
     """
     dtype, directory, out = parse_dtype(dtype), find_run(run), Path(out)
-    if is_there(out, "Name another file with --out."):
-        raise UserError(f"{out} exists: name another file with --out")
+    _check_empty(out, "--out")
     metadata = read_metadata(directory)
     loaded, family, template = _load_to_export(metadata, (metadata.imported or {}).get("model_type"))
     config, own = loaded.model.config, loaded.prompt_format.template
     assert config.vocab_size is not None
     fields, tensors = to_gguf(loaded.params, config, family.model_type)
     if config.activation in ("gelu", "geglu"):
-        warnings.warn(
-            f"activation={config.activation}: llama.cpp computes GELU by tanh, not by erf; the two differ by up to 5e-4",
-            stacklevel=2,
-        )
+        what = f"activation={config.activation}: llama.cpp computes GELU by tanh, not by erf"
+        warnings.warn(f"{what}; the two differ by up to 5e-4", stacklevel=2)
     ends = end_tokens(directory)
     if template is not None:
         ends = _end_turns(ends or [loaded.tokenizer.end_of_text], loaded, template)
@@ -232,13 +223,10 @@ def export_peft(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | N
     if (of := load_base(metadata).metadata) is not None:  # a run, which may have been imported
         base = (of.imported or {}).get("from")
     if base is None:
-        raise UserError(
-            f"{directory} adapts a run, and PEFT opens none. Give --to hf, to export it with the adapters merged."
-        )
+        raise UserError(f"{directory} adapts a run, and PEFT opens none. Give --to hf, to merge the adapters.")
     if lora.frozen != "float32":
-        warnings.warn(
-            f"the adapters learnt on matrices in {lora.frozen}, and PEFT adds them to exact ones", stacklevel=2
-        )
+        said = f"the adapters learnt on matrices in {lora.frozen}, and PEFT adds them to exact ones"
+        warnings.warn(said, stacklevel=2)
     model = metadata.model.make_model()
     like = with_shardings(model.shapes(), whole_everywhere())
     adapters = restore_adapters(metadata, open_checkpoints(directory), loaded.step, like)
@@ -300,11 +288,8 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 def _model_card(run: Run, family: Family) -> str:
     """Return README.md, whose header the Hub reads. It has names of files, not their directories."""
-    config = run.model.config.explicit()
-    values = {name: f"{getattr(config, name):,}" for name in ("n_embd", "block_size", "vocab_size")}
-    values |= {name: getattr(config, name) for name in ("n_layer", "n_head", "head_dim", "n_kv_head")}
     return Template(read_asset("model_card.md")).substitute(
-        values,
+        dataclasses.asdict(run.model.config.explicit()),
         name=run.experiment.name,
         model_type=family.model_type,
         architecture=family.architecture,
@@ -315,28 +300,20 @@ def _model_card(run: Run, family: Family) -> str:
 
 def _list_facts(run: Run) -> list[str]:
     """Return what is known of the training of a run."""
-    experiment, metadata, tokenizer = run.experiment, run.metadata, run.tokenizer
-    train, lora, data = experiment.train, experiment.lora, metadata.data
+    experiment, metadata = run.experiment, run.metadata
     if metadata.imported:
         return [f"The weights of `{_hide_folders(str(metadata.imported.get('from')))}`, unchanged"]
-    facts = []
-    if train.init_from is not None:
-        adapted = f", by adapters of rank {lora.rank} for {', '.join(lora.targets)}, merged in" if lora.rank else ""
-        facts.append(f"Starting from `{_hide_folders(train.init_from)}`{adapted}")
-    names = [Path(part).name for part in (experiment.data.path or experiment.data.corpus).split(",")]
-    facts.append(f"Text: {', '.join(names)}")
-    if data.get("train_sha256"):
-        facts.append(f"Its SHA-256: `{data['train_sha256']}`")
-    is_bpe = isinstance(tokenizer, BPETokenizer)
-    kind = tokenizer.parts()["model"]["type"] if is_bpe else tokenizer.saved["jaxgpt"]
+    train, data = experiment.train, experiment.data
     seen = run.step * train.batch_size * experiment.model.block_size
-    seconds = [line["seconds"] for line in read_metrics(run.directory / "metrics.jsonl") if line.get("seconds")]
-    facts += [
-        f"Tokenizer: {kind}, {tokenizer.vocab_size:,} tokens",
-        f"Training: step {run.step:,} of {train.steps:,}, {seen:,} tokens seen",
-        f"Optimizer: {experiment.optim.name}, learning rate {experiment.optim.learning_rate:g}",
-        f"Time: {max(seconds, default=0):,.0f} s, on {metadata.device}",
+    facts = [
+        f"Text: {', '.join(Path(part).name for part in (data.path or data.corpus).split(','))}",
+        f"Training: step {run.step:,} of {train.steps:,}, {seen:,} tokens seen, on {metadata.device}",
     ]
+    if train.init_from is not None:
+        adapted = f", by adapters of rank {experiment.lora.rank}" if experiment.lora.rank else ""
+        facts.append(f"Starting from `{_hide_folders(train.init_from)}`{adapted}")
+    if metadata.data.get("train_sha256"):
+        facts.append(f"SHA-256 of the text: `{metadata.data['train_sha256']}`")
     if run.val_loss is not None:
         facts.append(f"Validation loss: {run.val_loss:.4f} {experiment.objective.unit}")
     if metadata.command is not None:

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import numpy as np
@@ -17,29 +18,23 @@ from numpy.typing import ArrayLike
 
 from jaxgpt.files import GENERATOR, write_whole
 
-DTYPES = {"u1": np.uint8, "i1": np.int8, "i4": np.int32, "f4": np.float32}  # as data.js reads them, little endian
-
 
 class Arrays:
     """Arrays of a page, concatenated, to which its data refer, and the distinct tokens that it shows."""
 
     def __init__(self) -> None:
-        self._raw = bytearray()
+        self.raw = bytearray()
         self.words: dict[int, int] = {}  # index by token id, in order of insertion
 
     def put(self, array: np.ndarray | None) -> dict[str, Any] | None:
-        """Add an array of uint8, int8, int32 or float32. Return its reference: offset in bytes, type and shape.
-
-        None stays None.
-        """
+        """Add an array of uint8, int8, int32 or float32. Return its reference: offset in bytes, type and shape, or None."""
         if array is None:
             return None
-        array = np.ascontiguousarray(array)
-        (kind,) = (name for name, dtype in DTYPES.items() if dtype == array.dtype)
-        at = len(self._raw)
-        self._raw += array.astype(array.dtype.newbyteorder("<")).tobytes()
-        self._raw += bytes(-len(self._raw) % 4)  # JavaScript's arrays begin at a multiple of their element size
-        return {"at": at, "type": kind, "shape": list(array.shape)}
+        little = array.astype(array.dtype.newbyteorder("<"))
+        at = len(self.raw)
+        self.raw += little.tobytes()
+        self.raw += bytes(-len(self.raw) % 4)  # JavaScript's arrays begin at a multiple of their element size
+        return {"at": at, "type": little.dtype.str[1:], "shape": list(array.shape)}
 
     def put_tokens(self, tokens: ArrayLike) -> dict[str, Any] | None:
         """Add token ids as indices into `words`. Return the reference."""
@@ -47,10 +42,6 @@ class Arrays:
         known, inverse = np.unique(tokens, return_inverse=True)
         indices = [self.words.setdefault(int(token), len(self.words)) for token in known]
         return self.put(np.array(indices, np.int32)[inverse].reshape(tokens.shape))
-
-    def encode(self) -> str:
-        """Return all arrays, compressed by zlib, in base64."""
-        return base64.b64encode(zlib.compress(self._raw, 9)).decode()
 
 
 def render_html(names: Sequence[str], data: dict[str, Any], arrays: Arrays) -> str:
@@ -64,25 +55,15 @@ def render_html(names: Sequence[str], data: dict[str, Any], arrays: Arrays) -> s
     raw = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # A script element ends at the first "</script", even within a string.
     safe = raw.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-{GENERATOR}
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{html.escape(data["title"])}</title>
-<style>{style}</style>
-</head>
-<body>
-<noscript>This page needs JavaScript: turn it on for this file.</noscript>
-<script type="application/json" id="data">{safe}</script>
-<script type="text/plain" id="arrays">{arrays.encode()}</script>
-<script>{program}</script>
-</body>
-</html>
-"""
+    return Template(read_asset("page.html")).substitute(
+        generator=GENERATOR,
+        policy=policy,
+        title=html.escape(data["title"]),
+        style=style,
+        data=safe,
+        arrays=base64.b64encode(zlib.compress(arrays.raw, 9)).decode(),
+        program=program,
+    )
 
 
 def write_page(path: Path, page: str) -> str:
@@ -93,11 +74,10 @@ def write_page(path: Path, page: str) -> str:
 
 def round_numbers(values: Any, digits: int = 4) -> Any:
     """Round nested lists of numbers to `digits` significant digits. Replace values that are not finite by None."""
-    if isinstance(values, np.ndarray):
-        values = values.tolist()
-    if isinstance(values, list | tuple):
-        return [round_numbers(v, digits) for v in values]
-    return None if values is None or not np.isfinite(values) else float(f"{values:.{digits}g}")
+    values = np.asarray(values, np.float64).tolist()  # None becomes NaN
+    if isinstance(values, list):
+        return [round_numbers(x, digits) for x in values]
+    return float(f"{values:.{digits}g}") if np.isfinite(values) else None
 
 
 def read_asset(name: str) -> str:

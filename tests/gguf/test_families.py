@@ -202,7 +202,7 @@ def test_a_file_becomes_a_run_with_its_template_and_ends_and_the_run_the_same_fi
     import_model(str(file), tmp_path / "run")
     export_gguf(tmp_path / "run", again)
     assert again.read_bytes() == file.read_bytes()
-    with pytest.raises(UserError, match="exists: name another file with --out"):
+    with pytest.raises(UserError, match="exists and is not empty: name another"):
         export_gguf(tmp_path / "run", again)
     run = jaxgpt.load(tmp_path / "run")
     template = run.prompt_format.template

@@ -9,6 +9,7 @@ with other versions of jax, last bits differ: `--check` then says at which commi
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fnmatch
 import functools
 import hashlib
@@ -76,7 +77,7 @@ def lowered_step(experiment: Any, devices: int) -> str:
 def planned(experiment: Any, vocab_size: int, topology: str) -> dict[str, Any]:
     from jaxgpt.tools.plan.plan import make_plan
 
-    return make_plan(experiment, vocab_size, topology=topology).to_json()
+    return dataclasses.asdict(make_plan(experiment, vocab_size, topology=topology))
 
 
 # Texts

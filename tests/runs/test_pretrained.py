@@ -21,7 +21,7 @@ from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.sample.quantize import unstack_layers
-from jaxgpt.tools.convert import export_gguf, export_hf, import_model
+from jaxgpt.tools.convert import export_hf, import_model
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from jaxgpt.tools.replay import replay
 from jaxgpt.training import fit, introduction, open_training
@@ -175,9 +175,6 @@ def test_what_is_learned_is_kept(source, tuned, tmp_path):
     out = export_hf(tuned.directory, tmp_path / "out")
     import_model(str(out), tmp_path / "back")
     assert_same(jaxgpt.load(tmp_path / "back").params, tuned.params)
-    file, characters = export_gguf(tuned.directory, tmp_path / "out.gguf"), str(tuned.directory / "tokenizer.json")
-    import_model(str(file), tmp_path / "from llama.cpp", tokenizer=characters)
-    assert_same(jaxgpt.load(tmp_path / "from llama.cpp").params, tuned.params)
     assert evaluate_run(tuned)["loss"] == pytest.approx(tuned.val_loss, rel=1e-5)
     card = (out / "README.md").read_text()
     source = tuned.experiment.train.init_from

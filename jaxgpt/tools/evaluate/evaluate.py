@@ -75,9 +75,10 @@ def evaluate_run(
         if not encoded:
             raise UserError(f"{path} is empty: give a conversation on each line")
         ids, answers = (np.concatenate(parts) for parts in zip(*encoded, strict=True))
+        lengths = [len(one) for one, _ in encoded]
         if stride == block_size:  # which may be 131,072: logits of as many tokens fit no memory
-            block_size = stride = min(block_size, max(len(one) for one, _ in encoded))
-        split = Conversations(ids, answers, np.cumsum([len(one) for one, _ in encoded]), block_size)
+            block_size = stride = min(block_size, max(lengths))
+        split = Conversations(ids, answers, np.cumsum(lengths), block_size)
         if not len(split):
             raise UserError(f"{path} has no conversation with an answer that ends within {block_size} tokens")
     else:
@@ -117,16 +118,13 @@ def evaluate_run(
 
 def format_evaluation(found: dict[str, Any]) -> str:
     """Return the results of `evaluate_run` as text."""
-    if found["perplexity"] is None:
-        text = f"{found['tokens']:,} scored: loss {found['loss']:.4f}, {found['unit']}"
-    else:
-        text = f"{found['tokens']:,} tokens: loss {found['loss']:.4f} {NATS}, perplexity {found['perplexity']:.3f}"
+    lines = [f"{found['tokens']:,} scored: loss {found['loss']:.4f} {found['unit']}"]
+    if found["perplexity"] is not None:
+        lines[0] += f", perplexity {found['perplexity']:.3f}"
     if found.get("left_out") or found.get("shortened"):
-        text += (
-            f"\nlonger than the context: {found['left_out']:,} conversations are left out, and "
-            f"{found['shortened']:,} are cut after the last answer that fits"
-        )
-    text += "".join(f"\n{name}: loss {loss:.4f}" for name, loss in found.get("losses", {}).items())
+        cut = f"{found['shortened']:,} are cut after the last answer that fits"
+        lines.append(f"longer than the context: {found['left_out']:,} conversations are left out, and {cut}")
+    lines += [f"{name}: loss {loss:.4f}" for name, loss in found.get("losses", {}).items()]
     units = {"byte": found["bits_per_byte"], "character": found["bits_per_character"]}
-    bits = ", ".join(f"{value:.4f} bits per {unit}" for unit, value in units.items() if value is not None)
-    return f"{text}\n{bits}" if bits else text
+    lines.append(", ".join(f"{value:.4f} bits per {unit}" for unit, value in units.items() if value is not None))
+    return "\n".join(line for line in lines if line)

@@ -73,15 +73,14 @@ class JaxGPT(LM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate a continuation of each context, up to a stop string. A request has (context, options)."""
-        groups: dict[str, list[int]] = {}  # options: indices of the requests that have them
+        groups = defaultdict[str, list[int]](list)  # by options: indices of the requests that have them
         for number, request in enumerate(requests):
-            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+            groups[json.dumps(request.args[1], sort_keys=True)].append(number)
         texts: dict[int, str] = {}
         for options, numbers in groups.items():
-            for first in range(0, len(numbers), self.batch_size):
-                batch = numbers[first : first + self.batch_size]
-                prompts = [requests[number].args[0] for number in batch]
-                texts |= zip(batch, self.run.sample(prompts, **sampling_options(json.loads(options))), strict=True)
+            prompts = [requests[number].args[0] for number in numbers]
+            found = self.run.sample(prompts, slots=self.batch_size, **sampling_options(json.loads(options)))
+            texts |= zip(numbers, found, strict=True)
         return [texts[number] for number in range(len(requests))]
 
 
@@ -90,16 +89,15 @@ def sampling_options(options: dict[str, Any]) -> dict[str, Any]:
 
     Raises `UserError` for options without a counterpart, since ignoring them would change the text.
     """
-    options = dict(options)
-    until = options.pop("until", None) or []
-    limits = [options.pop(name, None) for name in LIMITS]
-    do_sample = options.pop("do_sample", bool(options.get("temperature")))
-    filters = {name: options.pop(name) for name in FILTERS if name in options}
-    if options:
-        known = ", ".join(("until", "do_sample", *LIMITS, *FILTERS))
-        raise UserError(f"the task's generation_kwargs has {', '.join(options)}: jaxgpt knows only {known}")
+    known = ("until", "do_sample", *LIMITS, *FILTERS)
+    if unknown := [name for name in options if name not in known]:
+        raise UserError(f"generation_kwargs has {', '.join(unknown)}: jaxgpt knows only {', '.join(known)}")
+    until = options.get("until") or []
+    limits = [options[name] for name in LIMITS if options.get(name) is not None]
+    filters = {name: options[name] for name in FILTERS if name in options}
+    do_sample = options.get("do_sample", bool(options.get("temperature")))
     return {
-        "max_new_tokens": next((limit for limit in limits if limit is not None), MAX_NEW_TOKENS),
+        "max_new_tokens": limits[0] if limits else MAX_NEW_TOKENS,
         "stop": [stop for stop in ([until] if isinstance(until, str) else until) if stop],
         **(filters if do_sample else {"greedy": True}),
     }
@@ -138,10 +136,11 @@ def evaluate_tasks(
         raise UserError(f"include_path={include_path}: needs a directory with task files (.yaml)")
     manager = make_task_manager(include_path=include_path)
     asked: dict[int | None, list[str]] = defaultdict(list)
-    for name, shots in [(n, s) for task in tasks for n, s in (CORE if task == "core" else [(task, num_fewshot)])]:
+    named = [each for task in tasks for each in (CORE if task == "core" else [(task, num_fewshot)])]
+    for name, shots in dict.fromkeys(named):
         if name not in manager.all_tasks:
             raise UserError(f"unknown task {name!r}{suggest(name, manager.all_tasks)}: lm_eval ls tasks lists all")
-        asked[shots] += [name] * (name not in asked[shots])
+        asked[shots].append(name)
     model, rows, centered = JaxGPT(run, batch_size=batch_size), [], []
     for shots, names in asked.items():
         try:
@@ -153,10 +152,9 @@ def evaluate_tasks(
         for task, metrics in found["results"].items():
             keys = {key.partition(",")[0]: key for key in metrics if "," in key and "_stderr," not in key}
             for metric, key in keys.items():
-                error = metrics.get(key.replace(",", "_stderr,"))
-                error = error if isinstance(error, float) else None  # or "N/A"
-                row = {"task": task, "shots": found["n-shot"].get(task), "metric": metric}
-                rows.append({**row, "value": metrics[key], "stderr": error})
+                error = metrics.get(key.replace(",", "_stderr,"))  # a number, or "N/A"
+                row = {"task": task, "shots": found["n-shot"].get(task), "metric": metric, "value": metrics[key]}
+                rows.append(row | {"stderr": error if isinstance(error, float) else None})
             if "core" in tasks and (task, shots) in CORE:
                 score, chance = metrics[next(keys[name] for name in SCORES if name in keys)], CORE[task, shots]
                 centered.append((score - chance) / (1 - chance))
@@ -166,9 +164,6 @@ def evaluate_tasks(
 def format_tasks(found: dict[str, Any]) -> str:
     """Return the results of `evaluate_tasks` as a table."""
     head = ["task", "shots", "metric", "value", "stderr"]
-    rows = [
-        [f"{row[name]:.4f}" if isinstance(row[name], float) else str(row[name]) for name in head]
-        for row in found["tasks"]
-    ]
+    rows = [[f"{x:.4f}" if isinstance(x, float) else str(x) for x in row.values()] for row in found["tasks"]]
     core = "" if found["core"] is None else f"\nCORE {found['core']:.4f}, over {len(CORE)} of its 22 tasks"
     return format_table(head, rows) + core

@@ -9,7 +9,6 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 
@@ -23,12 +22,12 @@ from jaxgpt.parallel.limits import PEAKS, attention_flops, bytes_per_device, mem
 from jaxgpt.parallel.mesh import count_slices
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.runs.pretrained import resolve_init_from
-from jaxgpt.tools.plan.collectives import CollectiveTotal, read_collectives, total_collectives
+from jaxgpt.tools.plan.collectives import Collective, read_collectives
 from jaxgpt.tools.plan.topology import INSTALL, topology_devices
 
 
 class DoesNotFit(Exception):
-    """The step needs more memory than a device has. The argument is the bytes, or None if the compiler does not say."""
+    """The step needs more memory than a device has. The argument is how much, as text."""
 
 
 def plan(
@@ -60,8 +59,10 @@ def plan(
         full = replace_fields(full, {"train.steps": steps})
     vocab_size = full.model.vocab_size or full.data.open_dataset(full.model).tokenizer.vocab_size
     found = make_plan(full, vocab_size, topology=topology, say=say)
-    dollars = {} if price is None else {"dollars": cost(found, price)}
-    return Result(found.to_json() | dollars, format_plan(found, price))
+    values = dataclasses.asdict(found)
+    if price is not None:
+        values["dollars"] = None if found.hours is None else found.hours * found.devices * price
+    return Result(values, format_plan(found, price))
 
 
 def parse_tokens(text: str) -> int:
@@ -105,8 +106,7 @@ def make_plan(
                 micro = trainer.split.micro_batch_size
                 return compile_plan(smaller, trainer, topology)
             except DoesNotFit as e:
-                needed, available = format_gib(e.args[0]), format_gib(memory_of(devices[0]))
-                say(f"{tried}, micro-batch {micro}: needs {needed} of {available}")
+                say(f"{tried}, micro-batch {micro}: needs {e} of {format_gib(memory_of(devices[0]))}")
                 assert micro is not None
                 micro //= 2
             except UserError as e:  # the width or the batch is not divisible over the devices
@@ -115,7 +115,13 @@ def make_plan(
                 say(f"{tried}: {e}")
                 break
             except RuntimeError as e:  # NotImplementedError is one, too
-                raise _explain_cudnn(e) from None
+                # JAX asks the libraries and the GPU of this machine, not the devices that it compiles for. Without
+                # cuDNN it lowers no attention. Without a GPU it lowers only heads of up to 128.
+                said = str(e).partition("\n")[0]
+                if "cuDNN" not in said and "head dim must be" not in said:
+                    raise
+                remedy = f"take --train.attention xla, or install cuDNN with {INSTALL}"
+                raise UserError(f"JAX cannot lower cuDNN's attention here ({said}): {remedy}") from None
     raise UserError(
         f"{experiment.name} does not fit on {len(devices)} x {devices[0].device_kind}, whatever the micro-batch, "
         "remat and fsdp: use more devices or a smaller model"
@@ -134,20 +140,6 @@ def iter_variants(experiment: Experiment, devices: int, slices: int = 1) -> Iter
     for parallel in parallels:
         for remat in policies[policies.index(experiment.model.remat) :]:
             yield replace_fields(experiment, {"model.remat": remat, "parallel": parallel})
-
-
-def _explain_cudnn(error: Exception) -> Exception:
-    """Return a `UserError` if JAX could not lower cuDNN's attention on this machine, else the error.
-
-    JAX asks the libraries and the GPU of this machine, not the devices that it compiles for. Without cuDNN it lowers no
-    attention call. Without a GPU it lowers only calls with a head size of up to 128.
-    """
-    said = str(error).partition("\n")[0].rstrip(".")
-    if not re.search("cuDNN (not found|is not detected)|head dim must be", said):
-        return error
-    install = f"install it with {INSTALL}, or " if "cuDNN" in said else ""
-    remedy = f"{install}take --train.attention xla"
-    return UserError(f"JAX cannot lower cuDNN's attention on this machine ({said}): {remedy}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,21 +163,11 @@ class Plan:
     state_memory: int  # the part of `memory` for parameters and optimiser state
     available: int | None  # bytes
     fits: bool | None
-    collectives: tuple[CollectiveTotal, ...]
-    compute_seconds: float | None  # per step, at peak bfloat16 FLOP/s
-    interconnect_seconds: float | None
-    network_seconds: float | None  # per step, between slices
-    step_seconds: float | None  # the longest of the three that are known, a lower bound: the others may overlap with it
-    bottleneck: str | None  # compute, interconnect or network
+    exchanges: tuple[Collective, ...]  # sums of each kind and group size
+    step_seconds: float | None  # a lower bound: the executed FLOPs at the device's full rate
     tokens_per_second: float | None
-    mfu: float | None  # upper bound: the model's FLOPs, masked scores included, over peak
     total_tokens: int  # tokens in the experiment
     hours: float | None  # for the experiment, a lower bound
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields for `--json`, two of them under the names of version 0.1.0."""
-        names = {"collectives": "exchanges", "bottleneck": "binds"}
-        return {names.get(name, name): value for name, value in dataclasses.asdict(self).items()}
 
 
 def compile_plan(experiment: Experiment, trainer: Trainer, topology: str | None) -> Plan:
@@ -196,18 +178,17 @@ def compile_plan(experiment: Experiment, trainer: Trainer, topology: str | None)
     train, config, used = experiment.train, experiment.model, trainer.strategy.devices
     state, available = bytes_per_device(trainer.abstract_state), memory_of(used[0])
     if available is not None and state > available:
-        raise DoesNotFit(state)
+        raise DoesNotFit(format_gib(state))
     try:
         executable = trainer.lower().compile()
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
         size = re.search(r"Used ([\d.]+)([KMG]) of", str(e))
-        scale = {"K": 2**10, "M": 2**20, "G": 2**30}
-        raise DoesNotFit(int(float(size[1]) * scale[size[2]]) if size else None) from None
+        raise DoesNotFit(f"{size[1]} {size[2]}iB" if size else "unknown") from None
     memory = memory_of_program(executable)
     if available is not None and memory > available:
-        raise DoesNotFit(memory)
+        raise DoesNotFit(format_gib(memory))
 
     parameters, in_adapters = trainer.parameters
     tokens = train.batch_size * config.block_size
@@ -217,19 +198,9 @@ def compile_plan(experiment: Experiment, trainer: Trainer, topology: str | None)
         executed = None if of_program is None else of_program * len(used) / tokens
     else:  # a mask hides at most half of the scores
         executed = flops_per_token - 3.0 * attention_flops(config)
-    collectives = total_collectives(read_collectives(executable.as_text()), used)
-    seconds: dict[str, float] = {}
-    limits = PEAKS.get(used[0].device_kind)
-    if limits and executed is not None:
-        seconds["compute"] = executed * tokens / len(used) / limits.flops
-    for name, is_network in (("interconnect", False), ("network", True)):
-        parts = [c.seconds for c in collectives if c.between_slices == is_network]
-        known = [part for part in parts if part is not None]
-        if limits and len(known) == len(parts):
-            seconds[name] = sum(known)
-    bottleneck = max(seconds, key=seconds.__getitem__, default=None)
-    step = seconds[bottleneck] if bottleneck else None
-    rate = tokens / step if step else None
+    limits, step = PEAKS.get(used[0].device_kind), None
+    if limits is not None and executed is not None:
+        step = executed * tokens / len(used) / limits.flops
     return Plan(
         experiment=experiment.name,
         topology=topology or "this machine",
@@ -248,14 +219,9 @@ def compile_plan(experiment: Experiment, trainer: Trainer, topology: str | None)
         state_memory=state,
         available=available,
         fits=None if available is None else True,
-        collectives=collectives,
-        compute_seconds=seconds.get("compute"),
-        interconnect_seconds=seconds.get("interconnect"),
-        network_seconds=seconds.get("network"),
+        exchanges=read_collectives(executable.as_text() or ""),
         step_seconds=step,
-        bottleneck=bottleneck,
-        tokens_per_second=rate,
-        mfu=rate * flops_per_token / (limits.flops * len(used)) if rate and limits and flops_per_token else None,
+        tokens_per_second=None if step is None else tokens / step,
         total_tokens=tokens * train.steps,
         hours=None if step is None else step * train.steps / 3600,
     )
@@ -279,43 +245,35 @@ def format_plan(p: Plan, price: float | None = None) -> str:
 
     price: dollars per device and hour.
     """
-    batch = f"micro-batch {p.micro_batch_size} x {p.accumulation}, {p.tokens_per_step // p.accumulation:,} tokens each"
+    micro = f"micro-batch {p.micro_batch_size} x {p.accumulation}"
     rows = [
         ("experiment", f"{p.experiment} on {p.topology}: {p.devices} x {p.device}, {p.compute}"),
-        ("strategy", f"{p.strategy}, remat {p.remat}, {batch}"),
+        ("strategy", f"{p.strategy}, remat {p.remat}, {micro}, {p.tokens_per_step // p.accumulation:,} tokens each"),
         ("parameters", f"{p.parameters:,}, {format_gib(p.state_memory)} of state per device"),
     ]
     if p.flops_per_token is not None:
         rows.append(("FLOPs per token", f"{p.flops_per_token:.3g}, at least {p.executed_flops_per_token:.3g} executed"))
-    for c in p.collectives:
-        time = "" if c.seconds is None else f", {c.seconds * 1e3:,.1f} ms"
+    for c in p.exchanges:
         name = "between slices" if c.between_slices else "collectives"
-        rows.append((name, f"{c.count} x {c.kind} over {c.devices}: {c.bytes / 1e6:,.1f} MB{time}"))
-    times = {"compute": p.compute_seconds, "interconnect": p.interconnect_seconds, "network": p.network_seconds}
-    rows += [(name, f"{time * 1e3:,.1f} ms") for name, time in times.items() if time]
-    verdict = "may fit" if p.available is None else "fits"
-    verdict += f": {format_gib(p.memory)}{f' of {format_gib(p.available)}' if p.fits else ''} per device"
+        rows.append((name, f"{c.count} x {c.kind} over {c.devices}: {c.bytes / 1e6:,.1f} MB"))
+    if p.available is None:
+        verdict = f"may fit: {format_gib(p.memory)} per device"
+    else:
+        verdict = f"fits: {format_gib(p.memory)} of {format_gib(p.available)} per device"
     run = f"{p.total_tokens:,} tokens"
-    if p.step_seconds and p.tokens_per_second and p.hours is not None:
+    if p.step_seconds is None or p.hours is None:
+        verdict += f"; its speed is unknown: no rates of {p.device} are on record"
+    else:
         rows += [
-            ("assumed", "full rates of the data sheets; the longest time hides the others; nothing between steps"),
-            ("step", f"at least {p.step_seconds * 1e3:,.1f} ms: {p.bottleneck}-bound"),
+            ("assumed", "products at the full rate of the data sheet hide everything else; nothing between steps"),
+            ("step", f"at least {p.step_seconds * 1e3:,.1f} ms"),
             ("tokens per second", f"at most {p.tokens_per_second:,.0f}"),
         ]
-        if p.mfu:
-            rows.append(("MFU", f"at most {p.mfu:.1%} (masked scores count, which a kernel may skip)"))
-            verdict += f"; at most {p.mfu:.0%} MFU"
         least = f"at least {p.hours / 24:,.1f} days" if p.hours >= 48 else f"at least {p.hours:,.1f} hours"
         if price is not None:
-            least += f" and {cost(p, price):,.0f} dollars at {price:g} dollars per device-hour"
-        verdict, run = f"{verdict}; {least}", f"{run} in {least}"
-    else:
-        verdict += f"; its speed is unknown: no rates of {p.device} are on record"
+            least += f" and {p.hours * p.devices * price:,.0f} dollars at {price:g} dollars per device-hour"
+        verdict += f"; {least}"
+        run += f" in {least}"
     rows.append(("full run", run))
     width = max(len(name) for name, _ in rows)
     return "\n".join([verdict, *(f"{name:<{width}}  {value}" for name, value in rows)])
-
-
-def cost(p: Plan, price: float) -> float | None:
-    """Return the least dollars of the experiment, at a price per device and hour, or None if unknown."""
-    return None if p.hours is None else p.hours * p.devices * price

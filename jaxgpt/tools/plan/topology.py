@@ -7,14 +7,15 @@ import importlib.util
 import itertools
 import math
 import re
-from importlib import resources
 from typing import Any
 
 import jax
+from jax.experimental import topologies
 
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.jax_setup import quiet_libtpu, skip_cuda_check
 from jaxgpt.parallel.limits import gpu_memory_share
+from jaxgpt.tools.html_page import read_asset
 
 INSTALL = 'pip install "jaxgpt[plan-gpu]"'
 
@@ -24,6 +25,7 @@ INSTALL = 'pip install "jaxgpt[plan-gpu]"'
 # "Ada GPU Architecture" v2.1 and its Ada Tuning Guide. ACCELERATED_FEATURES: compile for sm_90a, with instructions of this
 # generation only, and not for sm_90.
 TARGETS = ("h100", "h200", "a100-80", "b200", "rtx6000pro", "rtx4090")
+GPUS = f"{', '.join(TARGETS)} and GPUs or hosts and GPUs, such as 8xh200 or h200:8, 4x8xh200 or h200:4x8"
 
 
 def topology_devices(topology: str) -> list[jax.Device]:
@@ -45,33 +47,19 @@ def gpu_devices(topology: str) -> list[jax.Device]:
     """
     match = re.fullmatch(r"([a-z0-9-]+):(?:([1-9][0-9]{0,3})x)?([1-8])", topology)
     if match is None or match[1] not in TARGETS:
-        example = "1 to 8 GPUs, such as 8xh200 or h200:8, or hosts and the GPUs of each, such as 4x8xh200 or h200:4x8"
-        raise UserError(f"topology {topology!r}: needs {', '.join(TARGETS)} and {example}")
+        raise UserError(f"topology {topology!r}: needs {GPUS}")
     plugins = ("jax-cuda13-plugin", "jax-cuda12-plugin")
     versions = {d.name: d.version for name in plugins for d in importlib.metadata.distributions(name=name)}
     jaxlib = importlib.metadata.version("jaxlib")
     if jaxlib not in versions.values():
         found = ", ".join(f"{name} {version}" for name, version in versions.items()) or "none"
-        remedy = f'{INSTALL} or pip install "jax-cuda13-plugin=={jaxlib}"'
-        raise UserError(
-            f"a GPU topology needs JAX's CUDA plugin of jaxlib's version, {jaxlib}, found {found}: {remedy}"
-        )
+        raise UserError(f"a GPU topology needs JAX's CUDA plugin of version {jaxlib}, found {found}: {INSTALL}")
     skip_cuda_check()
     gpu_memory_share()  # JAX would log a traceback of what is wrong with it
-    from jax.experimental import topologies
-
     shape = f"1x{match[2] or 1}x{match[3]}"  # slices x hosts x GPUs
-    text = read_target(match[1])
-    try:
-        found = topologies.get_topology_desc(platform="cuda", topology_name="", topology=shape, target_config=text)
-    except NotImplementedError:  # JAX has tried the plugin before, for a GPU of this machine, and refused it
-        raise UserError("JAX has refused its CUDA plugin: set JAX_PLATFORMS=cpu before jax is imported") from None
+    text = read_asset(f"plan/targets/{match[1]}.txtpb")
+    found = topologies.get_topology_desc(platform="cuda", topology_name="", topology=shape, target_config=text)
     return list(found.devices)
-
-
-def read_target(name: str) -> str:
-    """Return the description of a GPU that XLA's compiler reads."""
-    return resources.files("jaxgpt.tools.plan").joinpath("targets", f"{name}.txtpb").read_text(encoding="utf-8")
 
 
 def tpu_devices(topology: str) -> list[jax.Device]:
@@ -86,53 +74,45 @@ def tpu_devices(topology: str) -> list[jax.Device]:
         raise UserError('a TPU topology needs libtpu, which is not installed: pip install "jaxgpt[tpu]"')
 
     quiet_libtpu(only_compiles=True)
-    from jax.experimental import topologies
-
     # By default a v4 chip is two devices.
-    options: dict[str, Any] = {"chip_config_name": "megacore"} if family in _LARGEST else {}
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if family in WITH_CORES else {}
     if shape == "1x1":
         options["chips_per_host_bounds"] = (1, 1, 1)
     name = f"{family}:{shape}"
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=name, num_slices=slices, **options)
-    except jax.errors.JaxRuntimeError as error:
-        if "lockfile" not in str(error):
-            raise
-        remedy = "wait until it ends or, if neither uses a TPU, set ALLOW_MULTIPLE_LIBTPU_LOAD=1"
-        raise UserError(f"another process has loaded libtpu, which allows one at a time: {remedy}") from error
+    except jax.errors.JaxRuntimeError as e:  # of a shape, or because libtpu allows one process at a time
+        said = str(e).partition("\n")[0]
+        remedy = "a process that uses no TPU may set ALLOW_MULTIPLE_LIBTPU_LOAD=1 beside others"
+        raise UserError(f"libtpu does not describe {name} ({said}): {remedy}") from None
     return list(found.devices)
 
 
-# Slices of Google Cloud (cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e). libtpu itself accepts any shape that can be
-# tiled by hosts of 2x2x1 chips.
-_SHAPES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # and every AxBxC of multiples of 4
-_LARGEST = {"v4": 4096, "v5p": 6144}  # chips
+WITH_CORES = ("v4", "v5p")  # Google Cloud counts their TensorCores, two to a chip
+MOST_CHIPS = 6144  # of the largest slice, v5p's
 
 
 def parse_slice(topology: str) -> tuple[int, str, str]:
     """Return the number of slices, the family and the shape of a topology such as "2xv5e:16x16".
 
-    Google Cloud's names count chips, v5e-8 or v5litepod-8, but TensorCores, two to a chip, for v4 and v5p: v5p-64 has 32
-    chips (cloud.google.com/tpu/docs/v5p, "AcceleratorType", read in November 2026).
+    Google Cloud's names count chips, v5e-8 or v5litepod-8, but TensorCores for v4 and v5p: v5p-64 has 32 chips
+    (cloud.google.com/tpu/docs/v5p, "AcceleratorType", read in November 2026). They stand for the most compact shape.
     """
     match = re.fullmatch(r"(?:([1-9][0-9]?)x)?(v4|v5e|v5litepod|v5p|v6e)(?::([0-9]+(?:x[0-9]+)*)|-([0-9]+))", topology)
     if not match:
         tpus = "v4, v5e, v5p or v6e and a shape, such as v5e:4x4, or 2xv5e:4x4 for two slices"
-        gpus = f"{', '.join(TARGETS)} and a number of GPUs, such as 8xh100 or h200:8"
-        raise UserError(f"topology {topology!r}: needs {tpus}, or {gpus}")
+        raise UserError(f"topology {topology!r}: needs {tpus}, or {GPUS}")
     slices, family, shape, count = match.groups()
     family = family.replace("litepod", "e")
-    shapes, choices = list(_SHAPES_2D), ", ".join(_SHAPES_2D)
-    if largest := _LARGEST.get(family):
-        cubes = itertools.combinations_with_replacement(range(4, largest // 16 + 1, 4), 3)
-        shapes = [*_SHAPES_3D, *(f"{a}x{b}x{c}" for a, b, c in cubes if a * b * c <= largest)]
-        choices = f"{', '.join(_SHAPES_3D)}, or AxBxC of multiples of 4, A <= B <= C, up to {largest} chips"
     if count is not None:
-        sides = {name: [int(side) for side in name.split("x")] for name in shapes}
-        chips = int(count) / (2 if largest else 1)
-        as_many = [name for name in shapes if math.prod(sides[name]) == chips]
-        shape = min(as_many, key=lambda name: sum(sides[name]), default=f"of {chips:g} chips")  # the most compact one
-    if shape not in shapes:
-        raise UserError(f"topology {topology}: {family} has no slice {shape}. It has {choices}.")
+        chips = int(count) / (2 if family in WITH_CORES else 1)
+        # (cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e)
+        shapes: list[tuple[int, ...]] = [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
+        if family in WITH_CORES:
+            sides = range(4, min(int(chips) // 16, MOST_CHIPS // 16) + 1, 4)
+            shapes = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), *itertools.combinations_with_replacement(sides, 3)]
+        as_many = [sides for sides in shapes if math.prod(sides) == chips]
+        if not as_many:
+            raise UserError(f"topology {topology}: {family} has no slice of {chips:g} chips")
+        shape = "x".join(map(str, min(as_many, key=sum)))
     return int(slices or 1), family, shape

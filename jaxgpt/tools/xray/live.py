@@ -22,10 +22,11 @@ from jaxgpt.hf.source import list_byte_names
 from jaxgpt.interventions.model import EDITS
 from jaxgpt.layers.linear import to_int8
 from jaxgpt.layers.position import sinusoidal
+from jaxgpt.parallel.limits import count_parameters
 from jaxgpt.run import Run
 from jaxgpt.sample.quantize import DECODE_MATRIX, unstack_layers
 from jaxgpt.tools.html_page import Arrays, render_html
-from jaxgpt.tools.xray.xray import describe_run, map_embedding, spell
+from jaxgpt.tools.xray.xray import describe_run, map_embedding, most_tokens, spell
 from jaxgpt.train import Params
 
 Weights = Literal["int8", "float32"]
@@ -50,22 +51,19 @@ def make_page(run: Run, prompt: str | None = None, *, weights: Weights = "int8")
     if weights not in ("int8", "float32"):
         raise UserError(f"weights={weights!r}: needs int8 or float32")
     if model.config.is_foreign:
-        name = type(model.config).__name__
-        raise UserError(
-            f"{name}: a page computes jaxgpt's own modules only: use jaxgpt serve, whose page has its own model"
-        )
+        raise UserError(f"{type(model.config).__name__}: a page computes jaxgpt's own modules only: use jaxgpt serve")
     if EDITS in params:
         raise UserError("the model is edited: give the run without edits, and switch parts off on its page")
     if DECODE_MATRIX in params["wte"]:
         raise UserError("the parameters were converted by for_decoding: give the run as jaxgpt.load returns it")
-    if (count := sum(x.size for x in jax.tree.leaves(params))) > MOST_PARAMETERS:
+    if (count := count_parameters(params)) > MOST_PARAMETERS:
         raise UserError(f"{run.directory} has {count:,} parameters, too many for a page: at most {MOST_PARAMETERS:,}")
     if prompt is not None:
         run.tokenizer.encode(prompt)  # raises for characters that it does not know
     model, params = unstack_layers(model, params)
     arrays, config, start = Arrays(), model.config.explicit(), find_start_token(run.tokenizer)[0]
     arrays.words = {token: token for token in range(V)}
-    context = min(config.block_size, int((MOST_WEIGHTS / config.n_layer / config.n_head) ** 0.5))
+    context = most_tokens(config, MOST_WEIGHTS)
     held, windows = hold(params, weights), [config.window(layer) for layer in range(config.n_layer)]
     if config.position == "sinusoidal":
         held["wpe"] = {"embedding": np.asarray(sinusoidal(jnp.arange(context)[None], config.n_embd)[0])}
@@ -108,8 +106,10 @@ def hold(params: Params, weights: Weights) -> Params:
         if x.ndim < 2 or path[0].key == "wpe":
             return x
         matrix_FD = x if path[-1].key == "embedding" else x.T
-        values_FD, scale_F = (matrix_FD, None) if weights == "float32" else to_int8(jnp.asarray(matrix_FD))
-        return {"values": np.asarray(values_FD), "scale": None if scale_F is None else np.asarray(scale_F)}
+        if weights == "float32":
+            return {"values": matrix_FD, "scale": None}
+        values_FD, scale_F = jax.device_get(to_int8(jnp.asarray(matrix_FD)))
+        return {"values": values_FD, "scale": scale_F}
 
     return jax.tree.map_with_path(convert, params)
 
@@ -133,10 +133,8 @@ def describe_tokenizer(tokenizer: Tokenizer, arrays: Arrays) -> dict[str, Any]:
         is_plain = model["type"] == "BPE" and not any(model.get(name) for name in UNUSUAL) and not parts["normalizer"]
         is_known = pattern is not None and all(c in vocab for c in letters) and all(x["special"] for x in added)
         if not is_plain or not is_known:
-            raise UserError(
-                "the page cannot encode as this run's tokenizer does: it knows characters, bytes and byte-level BPE as "
-                "GPT-2, GPT-4 and Llama 3 have it"
-            )
+            known = "characters, bytes and byte-level BPE as GPT-2, GPT-4 and Llama 3 have it"
+            raise UserError(f"the page cannot encode as this run's tokenizer does: it knows {known}")
         codes, tokens = {letter: byte for byte, letter in enumerate(letters)}, [b""] * tokenizer.vocab_size
         for text, i in [*vocab.items(), *((token["content"], token["id"]) for token in added)]:
             tokens[i] = bytes(codes[c] for c in text) if all(c in codes for c in text) else text.encode()

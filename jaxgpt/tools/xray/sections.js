@@ -305,7 +305,7 @@ function mlp() {
     const K = m.examples.shape[1];
     const at = array(m.examples).subarray(state.unit * K, (state.unit + 1) * K);
     const values = array(m.example_values).subarray(state.unit * K, (state.unit + 1) * K);
-    const rows = [...Array(K).keys()].filter((k) => at[k] >= 0).map((k) => [number(values[k]), context(at[k])]);
+    const rows = [...Array(K).keys()].map((k) => [number(values[k]), context(at[k])]);
     replace(examples, table("top activating examples from the corpus", ["activation", "text:"], rows));
   }
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 
-from jaxgpt.config.validate import check_value, short_repr
+from jaxgpt.config.validate import check_value
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.data.dataset import encode_whole
 from jaxgpt.data.pipeline import Tokens
 from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.interventions.model import EditedGPT, forward, place_shapes, stream_names, unroll
+from jaxgpt.interventions.model import ACTIVATIONS, EditedGPT, forward, place_shapes, stream_names, unroll
 from jaxgpt.layers.block import Block, Compute
 from jaxgpt.layers.norm import LayerNorm, RMSNorm
 from jaxgpt.model import GPT, GPTConfig
@@ -37,6 +37,7 @@ CORPUS_TOKENS = 2**15  # tokens searched for top activating examples. It takes s
 MOST_WEIGHTS = 2**25  # attention weights on a page, one byte each before compression
 PROGRAMS = ("xray/sections", "xray/xray")  # the page's
 UNITS = 8  # most active units that are listed for each position
+DRAWN = ("attention", "pattern", "middle", "units", "mlp")  # the places in a block that the page draws
 ELEMENTS = 8  # elements of a token's vector that are shown before and after a norm
 LABELS = 400  # most tokens on the map of embeddings
 NAMED = 200  # most probable next tokens with text on the page
@@ -49,7 +50,6 @@ class Guess(NamedTuple):
     tokens_TK: np.ndarray  # int32, the most probable first
     probabilities_TK: np.ndarray
     logprob_T: np.ndarray  # nats, for the next token of the text, nan at the last position
-    __repr__ = short_repr
 
 
 class Branch(NamedTuple):
@@ -58,7 +58,6 @@ class Branch(NamedTuple):
     name: str  # "h_0/attn", "h_0/mlp"
     added_T: np.ndarray  # Euclidean norm at each position
     stream_T: np.ndarray  # norm of the stream after the addition (for post-norm, after the norm)
-    __repr__ = short_repr
 
 
 class Norm(NamedTuple):
@@ -69,7 +68,6 @@ class Norm(NamedTuple):
     after_TD: np.ndarray
     scale_D: np.ndarray  # gamma, including an offset of 1 if there is one
     bias_D: np.ndarray | None  # beta. None means no bias
-    __repr__ = short_repr
 
 
 class Activations(NamedTuple):
@@ -83,7 +81,6 @@ class Activations(NamedTuple):
     start_T: np.ndarray  # Euclidean norm of the stream that enters the first block
     branches: list[Branch]  # in the order of computation
     norms: list[Norm]  # in the order of computation
-    __repr__ = short_repr
 
 
 def capture_activations(model: GPT, params: Params, tokens: list[int], vocab_size: int | None = None) -> Activations:
@@ -97,52 +94,52 @@ def capture_activations(model: GPT, params: Params, tokens: list[int], vocab_siz
     c, layers, streams = model.config, range(model.config.n_layer), stream_names(model)
     tokens_T = jnp.asarray(tokens, jnp.int32)
     check_places(c)
-    places = ("attention", "pattern", "middle", "units", "mlp")
-    names = (*streams, *(f"h_{layer}/{place}" for layer in layers for place in places))
-    logits_BTV, read = forward(model.clone(read=names), params, tokens_T[None])
-    streams_LBTD = jnp.stack([read[name] for name in streams])
-    guesses = jax.device_get(_guess(model, params, streams_LBTD, tokens_T, vocab_size))
-    branches, norms = [], []
-
-    def apply_norm(name: str, learned: Params, x_TD: jax.Array) -> Any:
-        after_TD = c.make_norm().apply({"params": learned}, x_TD)
-        before_TD, normed_TD, scale_D = (np.asarray(x, np.float32) for x in (x_TD, after_TD, learned["scale"]))
-        bias_D = np.asarray(learned["bias"], np.float32) if "bias" in learned else None
-        norms.append(Norm(name, before_TD, normed_TD, scale_D + (1.0 if c.norm_offset else 0.0), bias_D))
-        return after_TD
-
+    names = (*streams, *(f"h_{layer}/{place}" for layer in layers for place in DRAWN))
+    logits_TV, read, normed = _read(model.clone(read=names), params, tokens_T)
+    streams_LTD = jnp.stack([read[name] for name in streams])
+    guesses = jax.device_get(_guess(model, params, streams_LTD, tokens_T, vocab_size))
+    read, normed = jax.tree.map(lambda x: np.asarray(x, np.float32), (read, normed))
+    branches = []
     for layer in layers:
-        start_TD, stream_TD = read[streams[layer]][0], read[streams[layer + 1]][0]
-        attention_TD, middle_TD, mlp_TD = (read[f"h_{layer}/{place}"][0] for place in ("attention", "middle", "mlp"))
-        inputs = {
-            "pre": {"ln_1": start_TD, "ln_2": start_TD if c.parallel_residual else middle_TD},
-            "post": {"ln_1": start_TD + attention_TD, "ln_2": middle_TD + mlp_TD},
-            "output": {"ln_1": attention_TD, "ln_2": mlp_TD},
-            "sandwich": {"ln_1": start_TD, "ln_1_out": attention_TD, "ln_2": middle_TD, "ln_2_out": mlp_TD},
-        }[c.norm_position]
-        normed = {name: apply_norm(f"h_{layer}/{name}", params[f"h_{layer}"][name], x) for name, x in inputs.items()}
-        out = {"output": "", "sandwich": "_out"}.get(c.norm_position)  # where what is added has been normed
-        for part, norm, added_TD, after_TD in (
-            ("attn", "ln_1", attention_TD, middle_TD),
-            ("mlp", "ln_2", mlp_TD, stream_TD),
-        ):
-            added_TD = added_TD if out is None else normed[norm + out]
-            branches.append(Branch(f"h_{layer}/{part}", _length(added_TD), _length(after_TD)))
-    if c.norm_position != "post":
-        apply_norm("ln_f", params["ln_f"], read[streams[-1]][0])
+        for part, norm, added, after in (("attn", "ln_1", "attention", "middle"), ("mlp", "ln_2", "mlp", "stream")):
+            added_TD = read[f"h_{layer}/{added}"]
+            if c.norm_position in ("output", "sandwich"):  # what is added has been normed
+                added_TD = normed[f"h_{layer}/{norm}{'_out' if c.norm_position == 'sandwich' else ''}"][1]
+            lengths = [np.linalg.norm(x_TD, axis=-1) for x_TD in (added_TD, read[f"h_{layer}/{after}"])]
+            branches.append(Branch(f"h_{layer}/{part}", *lengths))
+    in_order = [f"h_{layer}/{norm}" for layer in layers for norm in ("ln_1", "ln_1_out", "ln_2", "ln_2_out")]
+    lens = [
+        (ids[:, :LENS_PREDICTIONS], p[:, :LENS_PREDICTIONS], actual) for ids, p, actual in zip(*guesses, strict=True)
+    ]
     return Activations(
         guess=Guess(*(x[-1] for x in guesses)),
-        logits_V=np.asarray(logits_BTV[0, -1, :vocab_size]),
-        lens=[
-            Guess(ids[:, :LENS_PREDICTIONS], p[:, :LENS_PREDICTIONS], actual)
-            for ids, p, actual in zip(*guesses, strict=True)
-        ],
-        weights_LNTS=[np.asarray(read[f"h_{layer}/pattern"][0]).swapaxes(0, 1) for layer in layers],
-        hidden_LTF=[np.asarray(read[f"h_{layer}/units"][0], np.float32) for layer in layers],
-        start_T=_length(read[streams[0]][0]),
+        logits_V=np.asarray(logits_TV[-1, :vocab_size]),
+        lens=[Guess(*each) for each in lens],
+        weights_LNTS=[read[f"h_{layer}/pattern"].swapaxes(0, 1) for layer in layers],
+        hidden_LTF=[read[f"h_{layer}/units"] for layer in layers],
+        start_T=np.linalg.norm(read[streams[0]], axis=-1),
         branches=branches,
-        norms=norms,
+        norms=[Norm(name, *normed[name]) for name in (*in_order, "ln_f") if name in normed],
     )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _read(model: EditedGPT, params: Params, tokens_T: jax.Array) -> tuple[jax.Array, dict[str, jax.Array], Any]:
+    """Return the logits, what the model reads, and the fields of `Norm` for each norm, by its name."""
+    normed = {}
+
+    def watch(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+        out = call(*args, **kwargs)
+        if isinstance(context.module, LayerNorm | RMSNorm) and context.method_name == "__call__":
+            learned = context.module.variables["params"]
+            scale_D = learned["scale"] + 1.0 * model.config.norm_offset
+            normed["/".join(context.module.path)] = (args[0][0], out[0], scale_D, learned.get("bias"))
+        return out
+
+    with nn.intercept_methods(watch):
+        result: Any = model.apply({"params": params}, tokens_T[None], mutable=[ACTIVATIONS])
+    logits_BTV, read = result
+    return logits_BTV[0], {name: x[0] for name, x in read[ACTIVATIONS].items()}, normed
 
 
 def check_places(config: GPTConfig) -> None:
@@ -150,32 +147,28 @@ def check_places(config: GPTConfig) -> None:
     if not config.is_foreign:
         return
     has = {name.split("/")[-1] for name in place_shapes(config)}
-    lacks = [place for place in ("attention", "pattern", "middle", "units", "mlp") if place not in has]
+    lacks = [place for place in DRAWN if place not in has]
     if type(config.make_block(0, Compute())) is not Block or not isinstance(config.make_norm(), LayerNorm | RMSNorm):
         lacks.append("jaxgpt's blocks and norms")
     if lacks:
         said = f"{type(config).__name__} has no {', '.join(lacks)}, which the page draws"
-        raise UserError(f"{said}: jaxgpt.interventions reads and edits what it has, {', '.join(sorted(has))}")
-
-
-def _length(x_TD: jax.Array) -> np.ndarray:
-    return np.linalg.norm(np.asarray(x_TD, np.float32), axis=-1)
+        raise UserError(f"{said}: jaxgpt.interventions reads what it has, {', '.join(sorted(has))}")
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def _guess(
-    model: EditedGPT, params: Params, streams_LBTD: jax.Array, tokens_T: jax.Array, vocab_size: int | None
+    model: EditedGPT, params: Params, streams_LTD: jax.Array, tokens_T: jax.Array, vocab_size: int | None
 ) -> tuple[jax.Array, ...]:
     """Return the fields of `Guess` for each stream, one by one, so that the logits of only one layer are in memory."""
 
-    def guess(x_BTD: jax.Array) -> tuple[jax.Array, ...]:
-        logits_BTV: Any = model.apply({"params": params}, x_BTD, method="predict")
+    def guess(x_TD: jax.Array) -> tuple[jax.Array, ...]:
+        logits_BTV: Any = model.apply({"params": params}, x_TD[None], method="predict")
         logprobs_TV = jax.nn.log_softmax(logits_BTV[0, :, :vocab_size])
         top_TK, ids_TK = jax.lax.top_k(logprobs_TV, min(PREDICTIONS, logprobs_TV.shape[1]))
         actual_T = jnp.take_along_axis(logprobs_TV[:-1], tokens_T[1:, None], axis=1)[:, 0]
         return ids_TK, jnp.exp(top_TK), jnp.append(actual_T, jnp.nan)
 
-    return jax.lax.map(guess, streams_LBTD)
+    return jax.lax.map(guess, streams_LTD)
 
 
 def top_activating_examples(model: GPT, params: Params, windows_NT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -184,27 +177,23 @@ def top_activating_examples(model: GPT, params: Params, windows_NT: np.ndarray) 
     windows_NT: token ids. Each window is a sequence of its own.
 
     Returns:
-        The largest activations, float32 [L, F, EXAMPLES], and their indices into windows_NT.ravel(), int32. They are -inf
-        and -1 if there are fewer windows than EXAMPLES.
+        The largest activations, float32 [L, F, K], and their indices into windows_NT.ravel(), int32. K is EXAMPLES, or
+        the number of windows if that is less.
     """
     model, params = unroll(model, params)
-    names = tuple(f"h_{layer}/units" for layer in range(model.config.n_layer))
-    return jax.device_get(_find_peaks(model.clone(read=names), params, windows_NT.astype(np.int32)))
+    reader = model.clone(read=tuple(f"h_{layer}/units" for layer in range(model.config.n_layer)))
 
-
-@functools.partial(jax.jit, static_argnums=0)
-def _find_peaks(model: EditedGPT, params: Params, windows_NT: jax.Array) -> tuple[jax.Array, jax.Array]:
     def find(window_T: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-        hidden = [x_1TF[0].astype(jnp.float32) for x_1TF in forward(model, params, window_T[None]).activations.values()]
+        hidden = [
+            x_1TF[0].astype(jnp.float32) for x_1TF in forward(reader, params, window_T[None]).activations.values()
+        ]
         return [(x_TF.max(axis=0), jnp.argmax(x_TF, axis=0)) for x_TF in hidden]
 
     N, T = windows_NT.shape
-    found = jax.lax.map(find, windows_NT, batch_size=min(WINDOWS_AT_ONCE, N))
+    found = jax.lax.map(find, jnp.asarray(windows_NT, jnp.int32), batch_size=min(WINDOWS_AT_ONCE, N))
     peaks_LFN, at_LFN = (jnp.stack([x_NF.T for x_NF in each]) for each in zip(*found, strict=True))
     best_LFK, window_LFK = jax.lax.top_k(peaks_LFN, min(EXAMPLES, N))
-    where_LFK = T * window_LFK + jnp.take_along_axis(at_LFN, window_LFK, axis=-1)
-    missing = ((0, 0), (0, 0), (0, EXAMPLES - best_LFK.shape[-1]))
-    return jnp.pad(best_LFK, missing, constant_values=-jnp.inf), jnp.pad(where_LFK, missing, constant_values=-1)
+    return jax.device_get((best_LFK, T * window_LFK + jnp.take_along_axis(at_LFN, window_LFK, axis=-1)))
 
 
 def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None) -> str:
@@ -227,25 +216,34 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None) -> s
         raise UserError(
             f"{run.directory} gives logits that are not finite, so there is nothing to draw: use another run"
         )
-    windows_NT, why = _windows(run, data)
-    arrays, corpus, examples = Arrays(), None, [None] * config.n_layer
-    if windows_NT is not None:
+    arrays, windows_NT, corpus, why = Arrays(), None, None, ""
+    examples = [(None, None)] * config.n_layer
+    try:
+        windows_NT = _read_windows(run, data)
         corpus = {"ids": arrays.put_tokens(windows_NT.ravel()), "window": windows_NT.shape[1]}
         examples = list(zip(*top_activating_examples(run.model, run.params, windows_NT), strict=True))
+    except UserError as e:
+        if data is not None:
+            raise
+        why = f"{e}: name a text with --data FILE"
     order_V = np.argsort(-seen.logits_V, kind="stable")  # sampling options do not change it
-    branches = [(b.name, round_numbers(b.added_T), round_numbers(b.stream_T)) for b in seen.branches]
+    # The page shades square roots, in 256 levels, because most weights are small.
+    roots = [np.round(255 * np.sqrt(np.clip(x_NTS, 0, 1))).astype(np.uint8) for x_NTS in seen.weights_LNTS]
     content: dict[str, Any] = {
         "title": f"X-ray of {run.experiment.name}",
         "facts": describe_run(run),
         "texts": {"text": arrays.put_tokens(ids)},
-        "bits": round_numbers([None, *(seen.guess.logprob_T[:-1] / -math.log(2)).tolist()]),
+        "bits": round_numbers(np.append(np.nan, seen.guess.logprob_T[:-1] / -np.log(2))),
         "guess": _put_guess(arrays, seen.guess),
         "lens": [_put_guess(arrays, guess) for guess in seen.lens],
-        "attention": [_put_attention(arrays, *layer) for layer in enumerate(seen.weights_LNTS)],
+        "attention": [{"name": f"layer {layer}", "roots": arrays.put(x)} for layer, x in enumerate(roots)],
         "start": round_numbers(seen.start_T),
-        "branches": [{"name": name, "added": added, "stream": stream} for name, added, stream in branches],
+        "branches": [
+            {"name": x.name, "added": round_numbers(x.added_T), "stream": round_numbers(x.stream_T)}
+            for x in seen.branches
+        ],
         "norms": [_describe_norm(norm, config) for norm in seen.norms],
-        "mlp": [_put_units(arrays, *layer, config) for layer in zip(seen.hidden_LTF, examples, strict=True)],
+        "mlp": [_put_units(arrays, config, x, *found) for x, found in zip(seen.hidden_LTF, examples, strict=True)],
         "corpus": corpus,
         "why_no_corpus": why,
         "embedding": map_embedding(run, ids, windows_NT, arrays),
@@ -268,11 +266,14 @@ def _encode_prompt(run: Run, prompt: str | Sequence[int]) -> list[int]:
         ids = check_ids(run.model, prompt, "prompt").tolist()
     if not ids:
         raise UserError("the prompt is empty: give a text with --prompt TEXT")
-    drawn = int((MOST_WEIGHTS / config.n_layer / config.n_head) ** 0.5)
-    for most, what in ((config.block_size, f"the context of {run.directory}"), (drawn, "what a page can draw")):
-        if len(ids) > most:
-            raise UserError(f"the prompt has {len(ids)} tokens, and {what} is {most}: give at most {most}")
+    if len(ids) > (most := most_tokens(config, MOST_WEIGHTS)):
+        raise UserError(f"the prompt has {len(ids)} tokens: give at most {most}, as many as the model or a page holds")
     return ids
+
+
+def most_tokens(config: GPTConfig, weights: int) -> int:
+    """Return the context, or fewer tokens if all heads would have more attention weights than a page holds."""
+    return min(config.block_size, int((weights / config.n_layer / config.n_head) ** 0.5))
 
 
 def _put_guess(arrays: Arrays, guess: Guess) -> dict[str, Any]:
@@ -281,12 +282,6 @@ def _put_guess(arrays: Arrays, guess: Guess) -> dict[str, Any]:
         "p": arrays.put(guess.probabilities_TK),
         "actual": round_numbers(np.exp(guess.logprob_T)),
     }
-
-
-def _put_attention(arrays: Arrays, layer: int, weights_NTS: np.ndarray) -> dict[str, Any]:
-    # The page shades square roots, in 256 levels, because most weights are small.
-    roots = np.round(255 * np.sqrt(np.clip(weights_NTS, 0, 1))).astype(np.uint8)
-    return {"name": f"layer {layer}", "roots": arrays.put(roots)}
 
 
 def _describe_norm(norm: Norm, config: GPTConfig) -> dict[str, Any]:
@@ -299,19 +294,18 @@ def _describe_norm(norm: Norm, config: GPTConfig) -> dict[str, Any]:
         "centred": config.norm == "layernorm",  # LayerNorm subtracts the mean
         **moments,
         "scale": round_numbers(norm.scale_D),
-        "bias": None if norm.bias_D is None else round_numbers(norm.bias_D),
+        "bias": round_numbers(norm.bias_D),
         "x": round_numbers(norm.before_TD[:, :ELEMENTS]),
     }
 
 
-def _put_units(arrays: Arrays, hidden_TF: np.ndarray, examples: Any, config: GPTConfig) -> dict[str, Any]:
-    """Add the hidden units of an MLP. examples: the values and the places of the top activating ones, or None."""
+def _put_units(arrays: Arrays, config: GPTConfig, hidden_TF: np.ndarray, values: Any, places: Any) -> dict[str, Any]:
+    """Add the hidden units of an MLP. values, places: of the top activating examples, or None."""
     order_TK = np.argsort(-hidden_TF, axis=1, kind="stable")[:, :UNITS]
     peak_F = np.maximum(hidden_TF.max(axis=0), 0.0)
     # Sixteen levels relative to each unit's peak are enough for colours, and compress well.
     levels_TF = np.round(15 * np.clip(hidden_TF, 0, None) / np.where(peak_F, peak_F, 1)).astype(np.uint8)
     zero_TF = hidden_TF == 0
-    values, places = examples or (None, None)
     return {
         "units": hidden_TF.shape[1],
         "top": arrays.put(order_TK.astype(np.int32)),
@@ -322,30 +316,26 @@ def _put_units(arrays: Arrays, hidden_TF: np.ndarray, examples: Any, config: GPT
         "zeros": round_numbers(zero_TF.mean(axis=1)) if config.activation.startswith("relu") else None,
         "silent": int(zero_TF.all(axis=0).sum()),
         "examples": arrays.put(places),
-        "example_values": arrays.put(None if values is None else np.nan_to_num(values, posinf=0, neginf=0)),
+        "example_values": arrays.put(values),
     }
 
 
-def _windows(run: Run, data: str | None) -> tuple[np.ndarray | None, str]:
-    """Return windows spread evenly over the run's training text, or over the file `data`, or None and the reason."""
+def _read_windows(run: Run, data: str | None) -> np.ndarray:
+    """Return windows spread evenly over the run's training text, or over the file `data`. Raises `UserError`."""
     T = run.model.config.block_size
     if data is not None:
         text: Any = Tokens([encode_whole(find_user_files(data), run.tokenizer)[0]])
-        if len(text) < T:
-            raise UserError(f"{data} has {len(text)} tokens, needed {T} for one window")
-    else:
-        if run.metadata.imported is not None:
-            return None, "The model was imported without its training text: name a text with --data FILE."
-        try:
-            dataset = reopen_dataset(run.metadata, run.experiment.data, remedy="put that text back")
-        except UserError as e:  # a run that was copied to another machine
-            return None, f"The training text could not be read ({e}): name a text with --data FILE."
-        text = dataset.train
-        if not isinstance(text, Tokens):
-            return None, "The run was trained on conversations or a mixture: name a text with --data FILE."
+    elif run.metadata.imported is not None:
+        raise UserError("the model was imported without its training text")
+    else:  # which a run that was copied to another machine lacks
+        text = reopen_dataset(run.metadata, run.experiment.data, remedy="put that text back").train
+    if not isinstance(text, Tokens):
+        raise UserError("the run was trained on conversations or a mixture")
+    if len(text) < T:
+        raise UserError(f"{data or 'the training text'} has {len(text)} tokens, needed {T} for one window")
     count = min(max(CORPUS_TOKENS // T, 1), len(text) // T)
     starts = np.linspace(0, len(text) - T, count).astype(np.int64)
-    return np.stack([text.read(int(start), T) for start in starts]), ""
+    return np.stack([text.read(int(start), T) for start in starts])
 
 
 def describe_run(run: Run) -> list[tuple[str, str]]:

@@ -2,48 +2,22 @@
 
 import contextlib
 import dataclasses
-import functools
 import math
 
 import jax
-import numpy as np
 import pytest
 
 from jaxgpt.data.conversations import read_messages
 from jaxgpt.data.dataset import DataConfig, open_data
-from jaxgpt.data.pipeline import Tokens, validation_batches
 from jaxgpt.data.template import PLAIN
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json, render_json
-from jaxgpt.loss import make_loss
-from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.tools.evaluate.evaluate import evaluate_run, format_evaluation
 from jaxgpt.tools.xray.xray import xray
-from jaxgpt.train import eval_step
-from tests.helpers import FLOAT32_REORDERED, TINY, apply, chat_file, make_model, recorded_run
+from tests.helpers import TINY, chat_file, recorded_run
 
 C = TINY.block_size
-
-
-def test_each_token_is_read_after_those_that_its_window_has_before_it():
-    """Against a reading of its own for each token; with stride 1 it is given the block_size tokens before it."""
-    model, params = make_model(TINY)
-    ids = np.random.default_rng(0).integers(0, TINY.vocab_size, 29)
-    step = jax.jit(functools.partial(eval_step, loss_fn=make_loss(model)))
-    for stride in (1, 3, C):
-        befores = []
-        for i in range(1, len(ids)):
-            moved = max(0, -(-(i - C) // stride))  # windows after the first
-            befores.append(ids[moved * stride : i])
-            assert len(befores[-1]) >= min(i, C - stride + 1)
-        logits_BTV = apply(model, params, np.stack([np.pad(before, (0, C - len(before))) for before in befores]))
-        chosen = [(row, len(before) - 1, i) for row, (before, i) in enumerate(zip(befores, ids[1:], strict=True))]
-        nats = -np.array(jax.nn.log_softmax(logits_BTV))[tuple(np.transpose(chosen))]
-        batches = validation_batches(Tokens([ids]), block_size=C, batch_size=4, stride=stride)
-        loss, count = mean_loss(step, params, batches)
-        assert count == len(ids) - 1
-        np.testing.assert_allclose(loss, np.mean(nats), **FLOAT32_REORDERED)
 
 
 def test_bits_are_counted_by_bytes_and_by_characters(run, tmp_path):

@@ -37,19 +37,6 @@ def test_only_gradients_cross_between_slices(tmp_path):
     part = found["parameters"] / 16
     sent = sum(e["bytes"] for e in found["exchanges"] if e["between_slices"])  # between two, each sends as much
     assert 2 * part <= sent <= 4 * part * found["accumulation"] * 2
-    assert found["network_seconds"] == pytest.approx(sent / 3.125e9)
-
-
-def test_it_fits_and_could_be_fast(tmp_path):
-    command = ("-m", "jaxgpt", "plan", f"{REPOSITORY}/experiments/gpt2_124m.py", "--topology", "v5e:2x4")
-    # libtpu lets in one process at a time; here none of them has a TPU.
-    how = {"cwd": tmp_path, "deadline": 900, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    done = check_command(*command, "--model.scan-layers", "--json", **how)
-    found = json.loads(done.stdout)
-    assert found["fits"] and found["strategy"] == "pmap over 8 devices" and found["mfu"] >= 0.5
-    # Each device holds the whole state: 12 bytes a parameter.
-    assert found["state_memory"] == pytest.approx(12 * found["parameters"], rel=0.01)
-    assert {e["kind"] for e in found["exchanges"]} == {"all-reduce"}
 
 
 def test_a_kernel_of_pallas_runs_once_for_each_direction(tmp_path):

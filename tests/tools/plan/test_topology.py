@@ -13,19 +13,17 @@ needs_libtpu = needs("libtpu", "tpu")
 
 DESCRIBE = """
 import json, sys, jax
-from jaxgpt.tools.plan.topology import parse_slice, tpu_devices
-from jaxgpt.parallel.limits import PEAKS
+from jaxgpt.tools.plan.topology import tpu_devices
 for name in sys.argv[1:]:
     devices = tpu_devices(name)
-    size = [len({d.coords[i] for d in devices}) for i in range(3)]
-    print(json.dumps([name, len(devices), devices[0].device_kind, size, devices[0].device_kind in PEAKS]))
+    print(json.dumps([name, len(devices), devices[0].device_kind]))
 print(json.dumps([jax.devices()[0].platform, float(jax.numpy.ones(3).sum())]))
 """
 
 SLICES = [
-    ["v5e:2x4", 8, "TPU v5 lite", [2, 4, 1], True],
-    ["v4:2x2x1", 4, "TPU v4", [2, 2, 1], True],  # a device per chip, not per core
-    ["3xv5p:2x2x4", 48, "TPU v5", [2, 2, 4], True],
+    ["v5e:2x4", 8, "TPU v5 lite"],
+    ["v4:2x2x1", 4, "TPU v4"],  # a device per chip, not per core
+    ["3xv5p:2x2x4", 48, "TPU v5"],
 ]
 
 
@@ -39,20 +37,15 @@ def test_slices(tmp_path):
 
 
 NO_TOPOLOGY = "needs v4, v5e, v5p or v6e and a shape, such as v5e:4x4"
-NO_COUNT = r"has no slice of [0-9.]+ chips\. It has "
-IN_2D = "It has 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
-IN_3D = "It has 2x2x1, 2x2x2, 2x2x4, 2x4x4, or AxBxC of multiples of 4"
 
 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
         ("v5e:4,4|v3:2x2|v5e:4x4 |v5litepod4|0xv5e:4x4|100xv5e:4x4", NO_TOPOLOGY),
-        ("v5e-12|v5p-4|v4-9|v4-12288", NO_COUNT),
-        ("v5e:3x3|v5e:4x2|v6e:32x32|v5e:4x4x1", IN_2D),
-        ("v4:4x4|v5p:1x1x1|v5p:8x4x4|v4:4x4x6|v4:16x16x20|v5p:16x20x28", IN_3D),
+        ("v5e-12|v5p-4|v4-9|v4-1000000000", "has no slice of .* chips"),
     ],
-    ids=["topology", "count", "two dimensions", "three dimensions"],
+    ids=["topology", "count"],
 )
 def test_what_is_no_slice(names, message):
     for name in names.split("|"):

@@ -20,7 +20,6 @@ from jaxgpt.model import GPTConfig
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.tools.xray.live import hold, make_page
 from jaxgpt.tools.xray.xray import capture_activations
-from tests.browser import unnamed, unreadable
 from tests.helpers import apply, make_model, stack_layers
 
 CHARACTERS = "\n 1<>/=()abcdefghijklmnopqrstuvwxyzñ"
@@ -161,29 +160,6 @@ def test_greedy_tokens_and_activations_are_pythons(base, visit, name):
         np.testing.assert_allclose(unpack(units["values"])[:, 0], hidden_TF.max(axis=1), **near)
         np.testing.assert_allclose(units["peaks"]["values"], np.maximum(hidden_TF.max(axis=0), 0), **near)
     np.testing.assert_allclose(unpack(seen["sampling"]["logits"]), np.sort(found.logits_V)[::-1], **near)
-
-
-@pytest.mark.slow
-def test_what_is_switched_off_is_zero_as_in_python(base, visit):
-    run = with_model(base, dataclasses.replace(NARROW, **ARCHITECTURES["quickstart"]))
-    page = visit(run)
-    text = np.random.default_rng(1).integers(0, run.tokenizer.vocab_size, 20)
-    tokens_BT, all_on = jnp.asarray(text)[None], None
-    for off, edits in {
-        (): [],
-        ("1,1",): [zero("heads", 1, index=1)],
-        ("0,mlp",): [zero("mlp", 0)],
-        ("0,0", "0,1", "1,mlp"): [zero("heads", 0, index=[0, 1]), zero("mlp", 1)],
-    }.items():
-        page.evaluate("(off) => { engine.off = new Set(off); }", off)
-        page.evaluate(READ, text.tolist())
-        seen = page.evaluate("engine.tokens.slice(1).map((_, t) => engine.logprob(t))")
-        model, params = edit(*of_page(run), edits)
-        logits_TV = apply(model, params, tokens_BT)[0, :-1, : run.tokenizer.vocab_size]
-        logprob_T = jnp.take_along_axis(jax.nn.log_softmax(logits_TV), tokens_BT[0, 1:, None], axis=1)[:, 0]
-        np.testing.assert_allclose(seen, logprob_T, atol=1e-4)
-        all_on = seen if all_on is None else all_on
-        assert not edits or np.abs(np.subtract(seen, all_on)).max() > 0.01
 
 
 # Tokenizers -----------------------------------------------------------------------------------------------------------
@@ -329,13 +305,3 @@ def test_it_writes_what_is_most_probable_and_stops(typed):
     read = page.locator("#surprise .tok").count()
     assert 20 < read <= 40 and (len(text) - read) % 20 == 0
     np.testing.assert_allclose(bits_said(page), bits_of(run, text[-read:]), **ROUNDED)
-
-
-@pytest.mark.slow
-def test_it_fits_on_a_telephone(open_page, base, tmp_path):
-    path = tmp_path / "page.html"
-    path.write_text(make_page(with_model(base, NARROW), "abc"), encoding="utf-8")
-    page = open_page(path, "dark", 360)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    assert page.complaints == unnamed(page) == unreadable(page) == []
-    page.close()

@@ -251,7 +251,7 @@ def test_without_a_corpus_it_says_why(run, tmp_path, monkeypatch):
         ("", {}, "the prompt is empty"),
         ([], {}, "the prompt is empty"),
         ([0, 9999], {}, "prompt has ids from 0 to 9999"),
-        ("La Mancha " * 6, {}, "has 60 tokens, and the context of .* is 48"),
+        ("La Mancha " * 6, {}, "has 60 tokens: give at most 48"),
         ("La", {"data": "short.txt"}, "has 5 tokens, needed 48"),
     ],
 )
