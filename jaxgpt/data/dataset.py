@@ -122,14 +122,13 @@ def open_data(
     if config.path is not None and "://" in config.path:
         local = fetch(config.path) if known is None else find_copy(config.path)
         config = dataclasses.replace(config, path=str(local))
-    remedy = "Name another text with --data.path."
-    is_here = config.path is not None and is_there(Path(config.path), remedy)
+    is_here = config.path is not None and is_there(Path(config.path), "Name another text with --data.path.")
     entry = None if known is None or is_here else _find_entry(known, config.is_packed)
     if config.is_packed:
         return _open_conversations(config, entry or _encode_conversations(config), block_size)
-    if entry is None and (shards := find_shards(config.path)):
-        path, name = config.path or "", config.tokenizer
-        dataset = open_shards(path, shards, name, config.val_fraction, vocab_size)
+    shards = [] if entry else find_shards(config.path)
+    if shards:
+        dataset = open_shards(config.path or "", shards, config.tokenizer, config.val_fraction, vocab_size)
     else:
         arrays, tokenizer, made_of, about = entry or _open_text(config)
         dataset = Dataset(
@@ -168,8 +167,8 @@ def encode_whole(files: list[Path], tokenizer: Tokenizer) -> tuple[np.ndarray, s
     text, end = "\n".join(documents), tokenizer.end_of_text
     if end is None:
         return tokenizer.encode(text), text
-    ids = [np.append(tokenizer.encode(document), np.int32(end)) for document in documents]
-    return np.concatenate(ids)[:-1], text
+    ids = [i for document in documents for i in (tokenizer.encode(document), [end])]
+    return np.concatenate(ids[:-1], dtype=np.int32), text
 
 
 def _open_mixture(config: DataConfig, sources: dict[str, float], known: dict[str, Any] | None, **model: Any) -> Dataset:
@@ -181,17 +180,18 @@ def _open_mixture(config: DataConfig, sources: dict[str, float], known: dict[str
     for n, path in enumerate(sources):
         part = dataclasses.replace(config, path=path)
         datasets[path] = open_data(part, known=before[n] if n < len(before) else unknown, **model)
-    all_of = [(path, dataset.tokenizer) for path, dataset in datasets.items()]
-    first, one = all_of[0]
-    if other := next(((path, t) for path, t in all_of if fingerprint(t) != fingerprint(one)), None):
+    tokenizers = [dataset.tokenizer for dataset in datasets.values()]
+    one = tokenizers[0]
+    if len(set(map(fingerprint, tokenizers))) > 1:
         if config.tokenizer == "char" and not any("files" in d.fingerprint for d in datasets.values()):
-            union = CharTokenizer("".join(t.characters for _, t in all_of if isinstance(t, CharTokenizer)))
-            write_whole(file := cache_directory() / "tokens" / f"{fingerprint(union)}.json", union.to_json())
+            union = CharTokenizer("".join(t.characters for t in tokenizers if isinstance(t, CharTokenizer)))
+            file = cache_directory() / "tokens" / f"{fingerprint(union)}.json"
+            write_whole(file, union.to_json())
             return _open_mixture(dataclasses.replace(config, tokenizer=str(file)), sources, known, **model)
-        sizes = f"{one.vocab_size} and {other[1].vocab_size} tokens"
+        sizes = " and ".join(str(tokenizer.vocab_size) for tokenizer in tokenizers)
         raise UserError(
-            f"{first} and {other[0]} have different tokenizers, of {sizes}: a mixture needs one for all, such as "
-            "--data.tokenizer byte for texts, or the tokenizer.json of the token files"
+            f"{' and '.join(sources)} have different tokenizers, of {sizes} tokens: a mixture needs one for all, such "
+            "as --data.tokenizer byte for texts, or the tokenizer.json of the token files"
         )
     train, val = (Mixture({p: (w, vars(datasets[p])[name]) for p, w in sources.items()}) for name in SPLITS)
     made_of = [{"weight": round(weight, 6), **datasets[path].fingerprint} for path, weight in sources.items()]
@@ -304,11 +304,11 @@ def _open_conversations(config: DataConfig, entry: Entry, block_size: int) -> Da
     from jaxgpt.data.conversations import Conversations
 
     arrays, tokenizer, made_of, _ = entry
-    ends = (np.concatenate(arrays[f"{name}_ends"].shards) for name in SPLITS)
-    train, val = (
-        Conversations(arrays[name], arrays[f"{name}_answers"], ends_of, block_size)
-        for name, ends_of in zip(SPLITS, ends, strict=True)
-    )
+    splits = []
+    for name in SPLITS:
+        ends = np.concatenate(arrays[f"{name}_ends"].shards)
+        splits.append(Conversations(arrays[name], arrays[f"{name}_answers"], ends, block_size))
+    train, val = splits
     most, longest = np.quantile(np.append(train.needed, val.needed), (0.9, 1.0), method="higher")
     for name, conversations in (("training", train), ("validation", val)):
         if not len(conversations):
@@ -328,10 +328,9 @@ def _open_conversations(config: DataConfig, entry: Entry, block_size: int) -> Da
         notes.append(f"the tokenizer has no chat template: a turn is written as {turn!r}")
     shortened, left_out = train.shortened + val.shortened, train.left_out + val.left_out
     if shortened or left_out:
-        ends = f"of which {shortened:,} end after the last answer that fits, and {left_out:,}" if shortened else "which"
         notes.append(
-            f"longer than block_size={block_size}: {shortened + left_out:,} conversations, {ends} are left out; "
-            f"--model.block-size {most} holds nine in ten, {longest} all"
+            f"longer than block_size={block_size}: {shortened:,} conversations end after the last answer that fits, "
+            f"{left_out:,} are left out; --model.block-size {most} holds nine in ten, {longest} all"
         )
     return Dataset(
         train=train,

@@ -242,21 +242,25 @@ class Jinja:
     def _check_tools(self, messages: Sequence[Message], tools: Sequence[Tool], prompt: bool) -> None:
         """Raise `UserError` for tools, calls and results that are not written, by rendering words in place of them."""
         hidden, offered = json.loads(json.dumps([messages, tools]))  # nothing is shared, since it is changed
-        places = [(tool["function"], "name", "tools") for tool in offered]
+        places: dict[str, str] = {}  # what stands there, by the word in its place
+
+        def hide(held: dict[str, Any], name: str, place: str) -> None:
+            held[name] = f"hidden_{len(places)}_"
+            places[held[name]] = place
+
+        for tool in offered:
+            hide(tool["function"], "name", "tools")
         for n, message in enumerate(hidden, 1):
-            calls = enumerate(message.get("tool_calls", ()), 1)
-            places += [(call["function"], "name", f"call {k} of message {n}") for k, call in calls]
+            for k, call in enumerate(message.get("tool_calls", ()), 1):
+                hide(call["function"], "name", f"call {k} of message {n}")
             if message["role"] == "tool":
-                places.append((message, "content", f"message {n}, the result of a tool"))
-        for number, (held, name, _) in enumerate(places):
-            held[name] = f"hidden_{number}_"
+                hide(message, "content", f"message {n}, the result of a tool")
         try:
             text = self._render(hidden, offered, prompt=prompt).text
         except UserError:  # the template inspects them
             return
-        for number, (_, _, place) in enumerate(places):
-            if f"hidden_{number}_" not in text:
-                raise UserError(f"its chat template does not write {place}: leave it out, or give another template")
+        if lost := [place for word, place in places.items() if word not in text]:
+            raise UserError(f"its chat template does not write {lost[0]}: leave it out, or give another template")
 
     def _answer(self, messages: Sequence[Message], tools: Sequence[Tool], number: int, text: str) -> Span:
         """Return the span that an answer adds to its prompt, up to a last special token followed only by whitespace."""
@@ -290,9 +294,11 @@ def find_template(tokenizer: Tokenizer, directory: Path | None, *, is_own: bool 
             tokenizer_config.json, perhaps as one of several with names. None means that the tokenizer was made here.
         is_own: whether a run was trained with it, so that the run's tokenizer_config.json has all that it needs.
     """
-    values = {} if directory is None else _read_values(directory / "tokenizer_config.json")
-    named = {} if directory is None else _find_sources(directory, values.get("chat_template"))
-    if directory is None or not named:
+    if directory is None:
+        return _choose_turns(tokenizer)
+    values = _read_values(directory / "tokenizer_config.json")
+    named = _find_sources(directory, values.get("chat_template"))
+    if not named:
         return _choose_turns(tokenizer)
     source, tool_source = named.get("default", OPEN), named.get("tool_use", "")
     for text in (source, tool_source):

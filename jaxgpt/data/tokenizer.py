@@ -192,10 +192,7 @@ class BPETokenizer(Tokenizer):
         if self.is_splittable:
             # The library creates objects for each occurrence of a word, and takes twice the time.
             return np.frombuffer(bytearray().join(map(self._encode_word, split_words(text))), np.int32)
-        _encode_utf8(text)
-        encode, what = self._tokenizer.encode_batch_fast, "the tokenizer cannot read the text"
-        (found,) = _call_library(encode, [text], add_special_tokens=False, what=what)
-        return np.array(found.ids, dtype=np.int32)
+        return np.array(self._encode_whole(text).ids, dtype=np.int32)
 
     @functools.cached_property
     def is_splittable(self) -> bool:  # type: ignore[bad-override]

@@ -16,10 +16,9 @@ from jaxgpt.config.validate import short_repr
 from jaxgpt.errors import UserError
 from jaxgpt.interventions.model import (
     EDITS,
-    EMBEDDING,
-    PLACES,
     Edit,
     EditedGPT,
+    check_place,
     replace,
     run,
     run_each,
@@ -119,8 +118,7 @@ def patch(model: GPT, params: Params, into_T: Any, source_T: Any, place: str, me
     Raises:
         UserError: for an unknown place, or tokens that the model does not have.
     """
-    if place not in PLACES or place == EMBEDDING:
-        raise UserError(f"place={place!r}: needs one of {', '.join(PLACES[1:])}")
+    check_place(model.config, f"h_0/{place}")
     if np.ndim(into_T) != 1 or np.shape(into_T) != np.shape(source_T):
         raise UserError(f"tokens of shapes {list(np.shape(into_T))} and {list(np.shape(source_T))}: give [T] twice")
     model, params = unroll(model, params | {EDITS: {}})

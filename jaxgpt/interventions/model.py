@@ -24,6 +24,7 @@ from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.block import Block
 from jaxgpt.layers.mlp import MLP
 from jaxgpt.model import GPT, GPTConfig
+from jaxgpt.sample.programs import check_ids
 from jaxgpt.sample.quantize import multiply_by_decode_matrix, unstack_layers
 from jaxgpt.train import Params
 
@@ -86,28 +87,26 @@ def add(
     return Edit(place=place, layer=layer, index=index, positions=positions, add=vector)
 
 
+@functools.cache
 def place_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of the activations of one token at each place, by name. A pattern's is [N, 1] for any keys.
 
     A configuration of a user's own has the places that its modules pass through.
     """
-    if config.is_foreign:
-        return _traced_shapes(config)
-    c, sizes = config, config.shape
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(PLACES[1:], (c.n_embd,))
-    shapes |= {"pattern": (c.n_head, 1), "units": (sizes.mlp_dim,)}
-    shapes |= dict.fromkeys(("queries", "heads"), (c.n_head, sizes.head_dim))
-    shapes |= dict.fromkeys(("keys", "values"), (sizes.n_kv_head, sizes.head_dim))
-    return {EMBEDDING: (c.n_embd,)} | {f"h_{i}/{place}": shapes[place] for place in shapes for i in range(c.n_layer)}
-
-
-@functools.cache
-def _traced_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     names = (EMBEDDING, *(f"h_{i}/{place}" for place in PLACES[1:] for i in range(config.n_layer)))
     model = EditedGPT(dataclasses.replace(config, remat="none", scan_layers=False), read=names)
     token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     found: Any = jax.eval_shape(lambda token: model.init(jax.random.key(0), token)[ACTIVATIONS], token)
     return {name: found[name].shape[2:] for name in names if name in found}
+
+
+def check_place(config: GPTConfig, name: str) -> None:
+    """Raise `UserError` for the name of a place that the model does not have."""
+    known = place_shapes(config)
+    if name not in known:
+        places = dict.fromkeys(known_name.rpartition("/")[2] for known_name in known)
+        last = config.n_layer - 1
+        raise UserError(f"{name!r}: give the form h_0/PLACE, to h_{last}, with one of {', '.join(places)}")
 
 
 def edit_arrays(config: GPTConfig, *sets: Sequence[Edit]) -> EditArrays:
@@ -118,20 +117,14 @@ def edit_arrays(config: GPTConfig, *sets: Sequence[Edit]) -> EditArrays:
     Raises:
         UserError: for a place, layer, index, position or shape that the model does not have.
     """
-    known, sizes, checked = place_shapes(config), {}, []
+    sizes, checked = {}, []
     for number, edit in ((number, edit) for number, edits in enumerate(sets) for edit in edits):
-        if edit.place not in PLACES:
-            raise UserError(f"place={edit.place!r}: needs one of {', '.join(PLACES)}")
-        is_first, term = edit.place == EMBEDDING, np.asarray(edit.add, np.float32)
-        name = EMBEDDING if is_first else f"h_{edit.layer}/{edit.place}"
-        if name not in known or (is_first and edit.layer is not None):
-            needed = "no layer" if is_first else f"a layer from 0 to {config.n_layer - 1}"
-            if config.is_foreign and not is_first:
-                needed = f"one of {', '.join(known)}, the places that {type(config).__name__} has"
-            raise UserError(f"{edit.place}, layer={edit.layer!r}: needs {needed}")
+        has_no_layer, term = edit.place == EMBEDDING and edit.layer is None, np.asarray(edit.add, np.float32)
+        name = EMBEDDING if has_no_layer else f"h_{edit.layer}/{edit.place}"
+        check_place(config, name)
         if not np.isfinite(edit.keep) or not np.isfinite(term).all():
             raise UserError(f"{name}: give finite numbers")
-        shape = known[name]
+        shape = place_shapes(config)[name]
         if edit.place == "pattern" and term.ndim > 1:
             shape = (shape[0], term.shape[-1])
         index = _integers(edit.index, shape[0], f"{name}, index")
@@ -320,9 +313,8 @@ def run(model: GPT, params: Params, tokens_BT: Any, edits: Sequence[Edit] = (), 
         UserError: for a place, layer, index, position or shape that the model does not have.
     """
     model, params = unroll(model, params)
-    for name in set(read) - place_shapes(model.config).keys():
-        last, places = model.config.n_layer - 1, dict.fromkeys(x.split("/")[-1] for x in place_shapes(model.config))
-        raise UserError(f"read={name!r}: give the form h_0/heads, to h_{last}, with one of {', '.join(places)}")
+    for name in read:
+        check_place(model.config, name)
     tokens_BT = check_tokens(model, tokens_BT)
     arrays = jax.tree.map(lambda x: x[0], edit_arrays(model.config, edits))
     return forward(model.clone(read=tuple(read)), params | {EDITS: arrays}, tokens_BT)
@@ -366,11 +358,10 @@ def token_losses(logits_BTV: jax.Array, tokens_BT: Any) -> jax.Array:
 def check_tokens(model: GPT, tokens_BT: Any) -> jax.Array:
     """Return token ids as int32. Raises `UserError` for what the model cannot read."""
     tokens_BT = np.asarray(tokens_BT)
-    if tokens_BT.ndim != 2 or not tokens_BT.size or tokens_BT.dtype.kind not in "iu":
-        raise UserError(f"tokens of shape {list(tokens_BT.shape)}, {tokens_BT.dtype}: give integers, [B, T]")
-    if model.config.vocab_size is not None and not 0 <= tokens_BT.min() <= tokens_BT.max() < model.config.vocab_size:
-        raise UserError(f"tokens from {tokens_BT.min()} to {tokens_BT.max()}: give 0 to {model.config.vocab_size - 1}")
-    model.check_length(tokens := jnp.asarray(tokens_BT, jnp.int32))
+    if tokens_BT.ndim != 2 or not tokens_BT.size:
+        raise UserError(f"tokens of shape {list(tokens_BT.shape)}: give [B, T]")
+    tokens = jnp.asarray(check_ids(model, tokens_BT.ravel(), "tokens_BT").reshape(tokens_BT.shape))
+    model.check_length(tokens)
     return tokens
 
 

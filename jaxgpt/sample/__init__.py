@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from jaxgpt.config.validate import (
     LARGEST_SIZE,
@@ -103,5 +103,4 @@ class Decoding:
                 object.__setattr__(self, name, check_count(name, value))
         stop_tokens = tuple(check_count("stop_tokens", i, 0, LARGEST_SIZE) for i in self.stop_tokens)
         object.__setattr__(self, "stop_tokens", stop_tokens)
-        if self.cache_dtype not in (None, *get_args(Precision)):
-            raise UserError(f"cache_dtype={self.cache_dtype!r}: needs one of {', '.join(get_args(Precision))}")
+        check_value("cache_dtype", self.cache_dtype, Precision | None)

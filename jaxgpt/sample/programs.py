@@ -100,8 +100,8 @@ def cache_columns(model: GPT, tokens: int | None = None) -> int:
 def keeps_cache(config: GPTConfig) -> bool:
     """Return whether decoding keeps what it needs of earlier tokens. If not, say once that it computes them again."""
     if config.is_foreign and not config.has_cache:
-        why = f"{type(config).__name__}.has_cache is False"
-        LOG.warning("%s: each token computes its context again, since %s", type(config).__name__, why)
+        name = type(config).__name__
+        LOG.warning("%s: each token computes its context again, since %s.has_cache is False", name, name)
         return False
     return True
 

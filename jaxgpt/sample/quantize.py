@@ -7,7 +7,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import flax.struct
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
+from jaxgpt.config.validate import check_value, short
 from jaxgpt.errors import UserError
 from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.kernels.native.build import why_not_native
@@ -46,8 +47,7 @@ def for_decoding(
     copy. With `donate` the given `params` are emptied on the way: memory holds one matrix twice, not the whole model.
     """
     check_model_type(model)
-    if weights not in (None, *get_args(Precision)):
-        raise UserError(f"weights={weights!r}: needs one of {', '.join(get_args(Precision))}")
+    check_value("weights", weights, Precision | None)
     if (table := params.get("wte", {}).get(DECODE_MATRIX)) is not None:
         if weights not in (None, held := table.values_FD.dtype.name):
             raise UserError(f"weights={weights!r}: these are {held} already; start from the trained ones")
@@ -60,9 +60,8 @@ def for_decoding(
         matrices = [path for path, x in jax.tree.leaves_with_path(quantized) if x.ndim > 1]
         names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in matrices]
         if left := [name for name in names if "values_FD" not in name]:
-            said = f"{', '.join(left[:4])}{' ...' * (len(left) > 4)}"
             kind = type(model.config).__name__
-            LOG.warning("%s: %d arrays of its own modules stay as they are: %s", kind, len(left), said)
+            LOG.warning("%s: %d arrays of its own modules stay as they are: %s", kind, len(left), short(left))
     return model, quantized
 
 

@@ -84,8 +84,12 @@ def score_prompt(
     if len(row) > model.config.block_size + 1:
         raise UserError(f"the prompt has {len(row)} tokens: needs at most {model.config.block_size + 1}")
     ((logprobs, _, best_TK, top_TK),) = _score_windows(model, params, [row.tolist()], [1], 1, min(top, known), known)
-    pairs = [list(zip(i, p, strict=True)) for i, p in zip(best_TK.tolist(), top_TK.tolist(), strict=True)]
-    return PromptScores(logprobs.tolist(), [[], *pairs[1:]][: len(row)])
+    return PromptScores(logprobs.tolist(), [[], *pair_up(best_TK, top_TK)[1:]][: len(row)])
+
+
+def pair_up(ids_TK: np.ndarray, logprobs_TK: np.ndarray) -> list[list[tuple[int, float]]]:
+    """Return pairs of an id and its log-probability, a list of them for each token."""
+    return [list(zip(*pair, strict=True)) for pair in zip(ids_TK.tolist(), logprobs_TK.tolist(), strict=True)]
 
 
 def prompt_widths(model: GPT) -> list[int]:
@@ -102,10 +106,10 @@ def score_texts(model: GPT, params: dict, tokenizer: Tokenizer, texts: Sequence[
     uncounted, scores = 0 if prefix else 1, []  # a first token without context
     for text, row, found in zip(texts, ids, score(model, params, [[*prefix, *row] for row in ids]), strict=True):
         logprobs = found[len(prefix) :]
-        bits = -float(np.sum(logprobs[uncounted:], dtype=np.float64)) / math.log(2)
+        counted = logprobs[uncounted:]
+        bits = -float(np.sum(counted, dtype=np.float64)) / math.log(2)
         characters = max(len(text) - len(tokenizer.decode(row[:uncounted])), 0)
-        tokens = max(len(row) - uncounted, 0)
-        scores.append(Score(logprobs=logprobs.tolist(), bits=bits, tokens=tokens, characters=characters))
+        scores.append(Score(logprobs=logprobs.tolist(), bits=bits, tokens=len(counted), characters=characters))
     return scores
 
 

@@ -122,8 +122,8 @@ def test_what_an_analysis_refuses_is_one_clear_line():
     for call, args, how, words in (
         (ablate_all, [ROWS], {"by": "median"}, "by='median': needs zero or mean"),
         (ablate_all, [ROWS], {"mask_BT": MASK & (MASK.sum(1, keepdims=True) > 3)}, "with a target in each row"),
-        (patch, [INTO, SOURCE, "head", difference], {}, "place='head': needs one of queries, keys"),
-        (patch, [INTO, SOURCE + 23, "heads", difference], {}, "tokens from .*: give 0 to 22"),
+        (patch, [INTO, SOURCE, "head", difference], {}, "'h_0/head': give the form h_0/PLACE"),
+        (patch, [INTO, SOURCE + 23, "heads", difference], {}, "the model knows 0 to 22"),
     ):
         model, params = make(CONFIGS["gpt2"])
         with pytest.raises(UserError, match=words):
