@@ -52,9 +52,7 @@ def _messages(value: Any, where: str) -> list[Message]:
         raise UserError(f"{where}: got {short(value)}, {SHAPE}")
     checked = [check_message(message, f"{where}: message {number}") for number, message in enumerate(messages, 1)]
     if not any(message["role"] == "assistant" and "weight" not in message for message in checked):
-        raise UserError(
-            f"{where}: none of its {len(checked)} messages is the assistant's with a weight: give one to learn from"
-        )
+        raise UserError(f"{where}: none of its {len(checked)} messages is an answer to learn from: give one")
     return checked
 
 

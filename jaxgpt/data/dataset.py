@@ -154,10 +154,8 @@ def resolve_vocab(model: GPTConfig, tokenizer: Tokenizer) -> GPTConfig:
     if model.vocab_size is None:
         return dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
     if model.vocab_size < tokenizer.vocab_size:
-        raise UserError(
-            f"model.vocab_size={model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size}: "
-            f"take {tokenizer.vocab_size} or more, or leave it out"
-        )
+        needed = f"needs the tokenizer's {tokenizer.vocab_size} or more, or leave it out"
+        raise UserError(f"model.vocab_size={model.vocab_size}: {needed}")
     return model
 
 
@@ -189,10 +187,8 @@ def _open_mixture(config: DataConfig, sources: dict[str, float], known: dict[str
             write_whole(file, union.to_json())
             return _open_mixture(dataclasses.replace(config, tokenizer=str(file)), sources, known, **model)
         sizes = " and ".join(str(tokenizer.vocab_size) for tokenizer in tokenizers)
-        raise UserError(
-            f"{' and '.join(sources)} have different tokenizers, of {sizes} tokens: a mixture needs one for all, such "
-            "as --data.tokenizer byte for texts, or the tokenizer.json of the token files"
-        )
+        needed = "needs one for all: --data.tokenizer byte, or the tokenizer.json of the token files"
+        raise UserError(f"{' and '.join(sources)} have different tokenizers, of {sizes} tokens: a mixture {needed}")
     train, val = (Mixture({p: (w, vars(datasets[p])[name]) for p, w in sources.items()}) for name in SPLITS)
     made_of = [{"weight": round(weight, 6), **datasets[path].fingerprint} for path, weight in sources.items()]
     lengths = {"train_tokens": len(train), "val_tokens": len(val)}
@@ -361,37 +357,36 @@ def _encode_conversations(config: DataConfig) -> Entry:
     tokenizer = open_tokenizer(name, "conversations need")
     spec: dict[str, Any] = {"conversation": DOCUMENT_FORMAT, "file": sha256(path), "val_fraction": config.val_fraction}
     spec["tokenizer"] = name if tokenizer is None else fingerprint(tokenizer)
-    spec |= {"bpe_vocab_size": config.bpe_vocab_size} if name == "bpe" else {}
+    if name == "bpe":
+        spec["bpe_vocab_size"] = config.bpe_vocab_size
     if tokenizer is not None:
         spec["template"] = chat.fingerprint(_find_template(config, tokenizer))
     if (entry := read_entry(_entry(spec))) is not None:
         return entry
 
     def read() -> Iterator[list[str]]:
-        read_lines = read_messages(path)
-        return ([m["content"] for m in spell_out(messages, tools)] for _, messages, tools in read_lines)
+        for _, messages, tools in read_messages(path):
+            yield [message["content"] for message in spell_out(messages, tools)]
 
-    alphabet, count = set[str](), 0
+    alphabet, count = set(chat.list_plain_characters()), 0
     for texts in read():  # an invalid line raises here, before any is encoded
         count += 1
-        if name == "char":
-            alphabet.update(*texts)
+        alphabet.update(*texts)
     train = int(count * (1.0 - config.val_fraction))
     if not 0 < train < count:
         raise UserError(f"{path} has {count} conversations: give at least one to train on and one to validate on")
     if name == "char":
-        tokenizer = CharTokenizer(alphabet | set(chat.list_plain_characters()))
+        tokenizer = CharTokenizer(alphabet)
     elif tokenizer is None:
         tokenizer = train_bpe(itertools.chain.from_iterable(itertools.islice(read(), train)), config.bpe_vocab_size)
-    encoded = encode_all(path, tokenizer, _find_template(config, tokenizer))
 
     def split() -> Iterator[dict[str, np.ndarray]]:
-        ends = dict.fromkeys(SPLITS, 0)
+        ends, dtype = dict.fromkeys(SPLITS, 0), token_dtype(tokenizer.vocab_size)
+        encoded = encode_all(path, tokenizer, _find_template(config, tokenizer))
         for number, (ids, answers) in enumerate(encoded):
             name = SPLITS[number >= train]
             ends[name] += len(ids)
-            ids = ids.astype(token_dtype(tokenizer.vocab_size))
-            yield {name: ids, f"{name}_answers": answers, f"{name}_ends": np.array([ends[name]])}
+            yield {name: ids.astype(dtype), f"{name}_answers": answers, f"{name}_ends": np.array([ends[name]])}
         if sha256(path) != spec["file"]:
             raise _change_error(path)
 

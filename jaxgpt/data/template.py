@@ -216,8 +216,7 @@ class Jinja:
         if found and not len(found) == len(places[QUOTE]) == len(places[UNQUOTE]):
             number, token = found[0]
             raise UserError(
-                f"message {number} has {token!r} in it, and its chat template rewrites contents, so that it cannot "
-                "be distinguished from the template's own: take it out"
+                f"message {number} has {token!r} in it, and its chat template rewrites contents: take it out"
             )
         answers = tuple(zip(places[OPEN], places[CLOSE], strict=False))
         return Written(text=text, answers=answers, contents=tuple(zip(places[QUOTE], places[UNQUOTE], strict=False)))
@@ -269,11 +268,8 @@ class Jinja:
         shown = after.rstrip()
         end = len(shown if shown.endswith(self.specials) else after)
         if not (after.startswith(before) and text.startswith(after[:end])):
-            raise UserError(
-                f"its chat template writes message {number + 1} differently when it is asked for it, or when more follow, "
-                "so the assistant's tokens cannot be identified: mark them with {% generation %} in chat_template.jinja, or "
-                "give conversations with one answer each"
-            )
+            how = "when it is asked for it, or when more follow: mark answers with {% generation %} in chat_template.jinja"
+            raise UserError(f"its chat template writes message {number + 1} differently {how}")
         return len(before), end
 
     def config(self) -> dict[str, Any]:
@@ -303,21 +299,15 @@ def find_template(tokenizer: Tokenizer, directory: Path | None, *, is_own: bool 
     source, tool_source = named.get("default", OPEN), named.get("tool_use", "")
     for text in (source, tool_source):
         if not isinstance(text, str) or any(mark in text for mark in MARKS):
-            raise UserError(
-                f"the chat_template in {directory} is damaged: it must be a text, or a list with one named default"
-            )
+            raise UserError(f"the chat_template in {directory} is damaged: it must be a text, or one named default")
     tokens = _spell(values)
     if not is_own:
         used = re.findall(r"\b[a-z]+_token\b", source + tool_source)
         known = _find_tokens(tokenizer, directory, values)
         tokens |= {name: text for name, text in _spell(known).items() if name in used}
         if lost := [name for name in used if name not in known and f"{name} is" not in source + tool_source]:
-            warnings.warn(
-                f"the chat template in {directory} uses {lost[0]}, which no file there defines, so that it is empty: "
-                "define it in tokenizer_config.json",
-                UserWarning,
-                stacklevel=2,
-            )
+            message = f"the chat template in {directory} uses {lost[0]}, which no file there defines: it is empty"
+            warnings.warn(message, UserWarning, stacklevel=2)
     return Jinja(source=source, tokens=tokens, specials=tuple(tokenizer.specials), tool_source=tool_source)
 
 
@@ -330,10 +320,8 @@ def _choose_turns(tokenizer: Tokenizer) -> Turns:
     elif tokenizer.end_of_text in specials:
         ours = dataclasses.replace(PLAIN, end=specials[tokenizer.end_of_text], special=True)
     if unknown := [token for token in tokenizer.prefix if token not in specials]:
-        raise UserError(
-            f"the tokenizer begins texts with {tokenizer.decode(unknown[:1])!r}, which is not one of its special "
-            "tokens, so that no chat template can write it: make it one in tokenizer.json, under added_tokens"
-        )
+        begin = repr(tokenizer.decode(unknown[:1]))
+        raise UserError(f"{begin}, with which texts begin, must be a special token in tokenizer.json's added_tokens")
     begin = "".join(specials[token] for token in tokenizer.prefix)
     return dataclasses.replace(ours, begin=begin) if begin else ours
 

@@ -98,10 +98,9 @@ class CharTokenizer(Tokenizer):
         if ids.size and ids.min() < 0:
             unknown = np.unique(codes[ids < 0])
             named = ", ".join(f"{chr(c)!r} (U+{c:04X})" for c in unknown[:8])
-            raise UserError(
-                f"not in this tokenizer's {self.vocab_size} characters: {named}{' and more' if unknown.size > 8 else ''}. "
-                "Leave them out, or train with tokenizer byte or bpe, which know every character."
-            )
+            more = " and more" if unknown.size > 8 else ""
+            remedy = "Leave them out, or train with tokenizer byte or bpe, which know every character."
+            raise UserError(f"not in this tokenizer's {self.vocab_size} characters: {named}{more}. {remedy}")
         return ids
 
     def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -170,9 +169,7 @@ class BPETokenizer(Tokenizer):
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1  # not the number of ids, which may have gaps
         if not 1 <= self.vocab_size <= LARGEST_SIZE:
-            raise UserError(
-                f"its ids go up to {self.vocab_size - 1}: it must have at least one id, all below {LARGEST_SIZE:,}"
-            )
+            raise UserError(f"it has {self.vocab_size:,} ids: needs at least one, all below {LARGEST_SIZE:,}")
         added = self._tokenizer.get_added_tokens_decoder()
         self.specials: Mapping[str, int] = {token.content: i for i, token in added.items() if token.special}
         # Special ones first: in Gemma's vocabulary "</s>" is HTML, not the end of a text.
@@ -183,9 +180,8 @@ class BPETokenizer(Tokenizer):
         first = template.special_tokens_mask.index(0) if 0 in template.special_tokens_mask else 0
         self.prefix = tuple(template.ids[:first])
         # The ids of words, as bytes.
-        self._encode_word = functools.lru_cache(MOST_WORDS)(
-            lambda word: np.array(self._encode_whole(word).ids, np.int32).tobytes()
-        )
+        encode = self._encode_whole
+        self._encode_word = functools.lru_cache(MOST_WORDS)(lambda w: np.array(encode(w).ids, np.int32).tobytes())
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text, word by word if that is known to give the same."""

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
-from numpy.typing import ArrayLike
 
 from jaxgpt.config.validate import short_repr
 from jaxgpt.errors import UserError
@@ -52,7 +51,6 @@ def ablate_all(
     tokens_BT: Any,
     *,
     by: Literal["zero", "mean"] = "mean",
-    mask_BT: ArrayLike | None = None,
 ) -> Ablations:
     """Return the rise of the loss for each head and each MLP, when only that part is ablated.
 
@@ -61,23 +59,18 @@ def ablate_all(
 
     Args:
         tokens_BT: at least two rows, over which intervals are computed: documents or windows of held-out text.
-        by: replace the part's output by zero, or by its mean over the positions that predict targets that count.
-        mask_BT: bool, targets that count (not padding), for tokens 1, 2 ... of each row, [B, T - 1]. None means all.
+        by: replace the part's output by zero, or by its mean over the positions that predict a target.
     """
     tokens_BT, L, N = np.asarray(tokens_BT), model.config.n_layer, model.config.n_head
     if by not in ("zero", "mean"):
         raise UserError(f"by={by!r}: needs zero or mean")
-    shape = (len(tokens_BT), tokens_BT.shape[-1] - 1)
-    mask = np.ones(shape, bool) if mask_BT is None else np.asarray(mask_BT, bool)
     if len(tokens_BT) < 2:
         raise UserError(f"{len(tokens_BT)} row: give at least 2 for an interval")
-    if mask.shape != shape or not mask.any(axis=1).all():
-        raise UserError(f"mask of shape {list(mask.shape)}: give {list(shape)}, with a target in each row")
     means = {}
     if by == "mean":
         names = [f"h_{layer}/{place}" for layer in range(L) for place in ("heads", "mlp")]
         read = run(model, params, tokens_BT, read=names).activations
-        means = {name: np.asarray(x, np.float32)[:, :-1][mask].mean(axis=0) for name, x in read.items()}
+        means = {name: np.asarray(x, np.float32)[:, :-1].mean(axis=(0, 1)) for name, x in read.items()}
 
     def ablate(place: str, layer: int, head: int | None = None) -> Edit:
         if by == "zero":
@@ -88,15 +81,15 @@ def ablate_all(
     edits = [[], *([ablate("heads", layer, head)] for layer in range(L) for head in range(N))]
     edits += [[ablate("mlp", layer)] for layer in range(L)]
     at_once = max(1, AT_ONCE // tokens_BT.size)
-    row_losses = Partial(_row_losses, tokens_BT, mask)
+    row_losses = Partial(_row_losses, tokens_BT)
     losses = np.asarray(run_each(model, params, tokens_BT, edits, row_losses, at_once=at_once))
     rises = mean_interval(losses[1:] - losses[0])
     heads = MeanInterval(*(x[: L * N].reshape(L, N) for x in rises))
     return Ablations(float(losses[0].mean()), heads, mlps=MeanInterval(*(x[L * N :] for x in rises)))
 
 
-def _row_losses(tokens_BT: jax.Array, mask_BT: jax.Array, logits_BTV: jax.Array) -> jax.Array:
-    return token_losses(logits_BTV, tokens_BT).mean(axis=1, where=mask_BT)
+def _row_losses(tokens_BT: jax.Array, logits_BTV: jax.Array) -> jax.Array:
+    return token_losses(logits_BTV, tokens_BT).mean(axis=1)
 
 
 def patch(model: GPT, params: Params, into_T: Any, source_T: Any, place: str, metric: Metric) -> jax.Array:

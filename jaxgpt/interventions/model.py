@@ -192,9 +192,7 @@ def edit(model: GPT, params: Params, edits: Sequence[Edit]) -> tuple[EditedGPT, 
 def unroll(model: GPT, params: Params) -> tuple[EditedGPT, Params]:
     """Return the model as an `EditedGPT`, with its edits, and without scan and remat, in which nothing can be edited."""
     if type(model) not in (GPT, EditedGPT):
-        raise UserError(
-            f"{type(model).__name__}: activations are read and edited in a GPT, not in another class of model"
-        )
+        raise UserError(f"{type(model).__name__}: activations are read and edited in a GPT only")
     model, params = unstack_layers(model, params)
     return EditedGPT(dataclasses.replace(model.config, remat="none"), model.dtype, model.attention_fn), params
 
@@ -280,9 +278,8 @@ class EditedGPT(GPT):
                 args = (touch(f"{layer}heads", args[0]), *args[1:])
             out = call(*args, **kwargs)
             if isinstance(module, Attention) and method == "project":
-                return tuple(
-                    touch(layer + place, x) for place, x in zip(("queries", "keys", "values"), out, strict=True)
-                )
+                q_BTNH, k_BSKH, v_BSKH = out
+                return touch(f"{layer}queries", q_BTNH), touch(f"{layer}keys", k_BSKH), touch(f"{layer}values", v_BSKH)
             if method == "__call__" and module.path[1:] in (("attn",), ("mlp",)):
                 out = touch(layer + {"attn": "attention", "mlp": "mlp"}[module.path[1]], out)
             for (kind, of), place in RESULTS.items():

@@ -37,8 +37,7 @@ class Sampling:
 
     They apply in transformers' order: penalties, biases, temperature, top_k, top_p, min_p. None leaves one out.
 
-    >>> Sampling(temperature=0.8, top_p=0.9).has_penalty
-    False
+    >>> sampling = Sampling(temperature=0.8, top_p=0.9)
     """
 
     # divisor of the logits: below 1 is safer, above 1 bolder, 0 (below 1e-6) greedy. None means 1, or a run's
@@ -68,11 +67,6 @@ class Sampling:
             raise UserError(f"logit_bias={short(self.logit_bias)}: needs at most {MAX_BIASES} ids of tokens, each once")
         if bad := [bias for _, bias in self.logit_bias if not -100 <= bias <= 100]:
             raise UserError(f"logit_bias={short(bad[0])}: needs numbers from -100 to 100")
-
-    @property
-    def has_penalty(self) -> bool:
-        """Return whether tokens that were seen must be counted."""
-        return not (self.repetition_penalty is self.frequency_penalty is self.presence_penalty is None)
 
 
 FILTERS = tuple(field.name for field in dataclasses.fields(Sampling) if field.name != "greedy")

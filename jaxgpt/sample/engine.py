@@ -205,16 +205,11 @@ class Engine:
         running = [(row, found) for row, found in enumerate(self._rows) if found is not None]
         steps = min(burst, BURST, max(found.left for _, found in running))
         allowed_BW = np.full((len(self._rows), self.vocab_size // 32 + 1), 2**32 - 1, np.uint32)
-        is_masked = False
         for row, found in running:
             if found.constraint is not None:
                 found.constraint.fill(allowed_BW[row], found.request.stop_tokens)
-                steps, is_masked = 1, True
-        self._state, drawn = programs.decode(
-            self.model, self.params, self._state, np.int32(steps), BURST, allowed_BW, np.bool_(is_masked)
-        )
-        if all(found.request.top_logprobs is None for _, found in running):
-            drawn = drawn.replace(top=None)  # which stays on the device
+                steps = 1
+        self._state, drawn = programs.decode(self.model, self.params, self._state, np.int32(steps), BURST, allowed_BW)
         drawn, pieces, block_size = jax.device_get(drawn), [], self.model.config.block_size
         for row, found in running:
             count = int(drawn.count_B[row])
@@ -236,8 +231,8 @@ class Engine:
                 self._rows[row] = None
             wanted = found.request.top_logprobs
             if wanted is not None:
-                logprobs = drawn.top.logprobs_BN[row, :count].tolist()
-                top = pair_up(drawn.top.ids_BNA[row, :count, :wanted], drawn.top.logprobs_BNA[row, :count, :wanted])
+                logprobs = drawn.logprobs_BN[row, :count].tolist()
+                top = pair_up(drawn.top_ids_BNA[row, :count, :wanted], drawn.top_logprobs_BNA[row, :count, :wanted])
             if tokens or finish:
                 pieces.append(Piece(found.number, tokens, logprobs, top, finish))
         return pieces
@@ -263,10 +258,9 @@ class Engine:
         self._waiting.popleft()
         # The values of the slot are NumPy's: they go to the device with the call.
         request, number, seen_V = found.request, np.int32, np.zeros(self.vocab_size, np.int32)
-        if request.sampling.has_penalty:
-            prompt, drawn = np.split(np.asarray(found.tokens), [len(request.prompt)])
-            seen_V[prompt[prompt < self.vocab_size]] = 1
-            np.add.at(seen_V, drawn, 2)
+        prompt, drawn = np.split(np.asarray(found.tokens), [len(request.prompt)])
+        seen_V[prompt[prompt < self.vocab_size]] = 1
+        np.add.at(seen_V, drawn, 2)
         values: dict[str, Any] = {
             "token_B": number(found.tokens[-1]),
             "position_B": number(len(found.tokens) - found.first - 1),

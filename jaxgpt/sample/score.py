@@ -181,9 +181,8 @@ def _score_windows(
             tokens = ids[start : start + length + 1]
             inputs_BT[row, :length], targets_BT[row, :length] = tokens[:-1], tokens[1:]
             wanted_BT[row, new - start : length] = 1
-        scores = jax.device_get(
-            _logprobs(model, params, inputs_BT, targets_BT, wanted_BT.astype(bool), top, vocab_size)
-        )
+        scores = _logprobs(model, params, inputs_BT, targets_BT, wanted_BT.astype(bool), top, vocab_size)
+        scores = jax.device_get(scores)
         for row, (length, number, start, new, _) in enumerate(batch):
             for result, score_BT in zip(results[number], scores, strict=False):
                 result[new + 1 : start + length + 1] = score_BT[row, new - start : length]

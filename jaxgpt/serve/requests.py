@@ -44,7 +44,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 STREAM_OPTIONS = ("include_usage", "include_obfuscation")  # the second pads events, against who measures their lengths
 # The fields of `Sampling` in a request. A temperature of 0 is greedy.
 FILTERS = {name: hint for name, hint in field_hints(Sampling).items() if name != "greedy"}
-GRAMMARS = {"json": "schema", "regex": "regex", "choice": "choices"}  # vLLM's names, and ours
+# vLLM's names, and ours with their types.
+GRAMMARS = {"json": ("schema", dict), "regex": ("regex", str), "choice": ("choices", tuple[str, ...])}
 MAX_STOP_TOKENS = 16  # ids
 QUEUE = 4  # rows that may wait, for each slot
 MAX_MESSAGES = 2048  # most messages in a conversation
@@ -63,8 +64,8 @@ class RequestError(UserError):
 
     def to_json(self) -> dict[str, Any]:
         """Return the body of the response, in OpenAI's form."""
-        kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
-        kind = "server_error" if self.status >= 500 else kind
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -91,33 +92,32 @@ class Parameters:
 
         Raises `RequestError` for what is no grammar.
         """
-        given: dict[str, tuple[str, Any]] = {}
+        kind, value, param = "", None, "response_format"
         match self.response_format:
             case None | {"type": "text"}:
-                pass
-            case {"type": "json_schema", "json_schema": {"schema": schema}}:
-                given["response_format"] = "schema", schema
+                param = "structured_outputs"
+            case {"type": "json_schema", "json_schema": {"schema": value}}:
+                kind = "json"
             case {"type": "json_object", **more}:
                 schema = more.get("schema")
-                given["response_format"] = "schema", {"type": "object"} if schema is None else schema
+                kind, value = "json", {"type": "object"} if schema is None else schema
             case other:
                 needed = 'needs the type text, json_object, or json_schema with {"json_schema": {"schema": ...}}'
-                raise RequestError(f"response_format={short(other)}: {needed}", param="response_format")
+                raise RequestError(f"response_format={short(other)}: {needed}", param=param)
         if self.structured_outputs is not None:
-            asked = {kind: value for kind, value in self.structured_outputs.items() if value is not None}
-            message = f"structured_outputs={short(asked)}: needs one of {', '.join(GRAMMARS)}"
-            _need(len(asked) == 1 and asked.keys() <= GRAMMARS.keys(), "structured_outputs", message)
+            asked = {name: held for name, held in self.structured_outputs.items() if held is not None}
+            is_one = len(asked) == 1 and asked.keys() <= GRAMMARS.keys() and not kind
+            message = f"structured_outputs={short(asked)}: needs one of {', '.join(GRAMMARS)}, without response_format"
+            _need(is_one, "structured_outputs", message)
             ((kind, value),) = asked.items()
-            given["structured_outputs"] = GRAMMARS[kind], value
-        _need(len(given) <= 1, "structured_outputs", f"{' and '.join(given)}: needs one of them")
-        for param, (name, value) in given.items():
-            with _naming(param):
-                if name == "schema" and isinstance(value, str):  # vLLM takes the text of one, too
-                    value = parse_json(value.encode(errors="replace"), param)
-                value = tuple(value) if isinstance(value, list) else value
-                hint = {"schema": dict, "regex": str, "choices": tuple[str, ...]}[name]
-                return param, compile_grammar(tokenizer, **{name: check_value(param, value, hint)})
-        return "", None
+        if not kind:
+            return "", None
+        with _naming(param):
+            if kind == "json" and isinstance(value, str):  # vLLM takes the text of one, too
+                value = parse_json(value.encode(errors="replace"), param)
+            value = tuple(value) if isinstance(value, list) else value
+            name, hint = GRAMMARS[kind]
+            return param, compile_grammar(tokenizer, **{name: check_value(param, value, hint)})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,10 +192,9 @@ def parse(kind: type[Fields], raw: bytes, temperature: float = 1.0) -> Fields:
             value = _read_biases(value) if name == "logit_bias" else value
             value = (value,) if name == "stop" and isinstance(value, str) else value
             value = tuple(value) if isinstance(value, list) and hints[name] is not Any else value
-            given[name] = value if hints[name] is Any else check_value(name, value, hints[name])
+            given[name] = check_value(name, value, hints[name]) if hints[name] is not Any else value
     if filters:
-        chosen: dict[str, Any] = {"temperature": temperature}
-        chosen |= {name: given.pop(name) for name in filters if name in given}
+        chosen = {"temperature": temperature} | {name: given.pop(name) for name in filters if name in given}
         try:
             given["sampling"] = Sampling(**chosen)
         except UserError as e:

@@ -51,10 +51,6 @@ class Metrics:
         self.between_tokens = histogram("between_tokens_seconds", "Time between tokens.")
         self.requests = histogram("request_seconds", "Time of a whole request.")
 
-    def render(self) -> bytes:
-        """Return the text of `/metrics`."""
-        return prometheus_client.generate_latest(self.registry)
-
 
 class Update(NamedTuple):
     """News of one row of a request."""

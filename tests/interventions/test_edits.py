@@ -113,21 +113,6 @@ def test_text_is_generated_under_an_intervention(name):
     assert np.abs(logprobs + token_losses(plain_BTV, tokens)[0, 4:]).max() > 0.01
 
 
-@pytest.mark.slow
-def test_each_of_many_sets_is_as_if_alone(model_params):
-    model, params = model_params
-    sets = [[zero("heads", 1, index=3)], [zero("mlp", 1, positions=[2])]]
-    sets += [[add("embedding", vector=np.ones(16)), zero("heads", 0)]]
-
-    def mean_loss(logits_BTV):
-        return token_losses(logits_BTV, TOKENS).mean()
-
-    found = run_each(model, params, TOKENS, sets, mean_loss, at_once=2)
-    alone = [mean_loss(run(model, params, TOKENS, edits).logits_BTV) for edits in sets]
-    chex.assert_trees_all_close(found, np.array(alone), rtol=1e-5)
-    assert len(set(np.round(np.asarray(found), 6))) == len(sets)
-
-
 def test_a_wrong_edit_is_one_clear_line(model_params):
     model, params = model_params
     for edits, words in (

@@ -9,7 +9,7 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.sample import Sampling, programs
-from jaxgpt.sample.engine import Engine, Request, generate, prompt_keys
+from jaxgpt.sample.engine import Engine, Request, prompt_keys
 from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.sample.score import score
 from tests.helpers import TINY, make_model
@@ -83,22 +83,6 @@ def test_many_requests_at_once_have_the_bits_of_each_alone():
         wanted = request.top_logprobs
         assert len(logprobs) == (0 if wanted is None else len(tokens))
         assert all(len(each) == (wanted or 0) for each in top)
-
-
-@pytest.mark.slow
-def test_as_many_slots_give_the_bits_of_generate():
-    """Though its cache has other columns, and its requests come in bursts."""
-    prompts = [request.prompt for request in requests(6)]
-    how = dict(key=jax.random.key(7), max_new_tokens=20, sampling=SAMPLINGS[2], logprobs=True)
-    model, params = for_decoding(*long())  # as `generate` and a server lay them out
-    written = generate(model, params, prompts, slots=3, **how)
-    wanted = [
-        Request(prompt=prompt, key=key, max_new_tokens=20, sampling=SAMPLINGS[2], top_logprobs=0)
-        for prompt, key in zip(prompts, prompt_keys(jax.random.key(7), prompts), strict=True)
-    ]
-    served = serve(Engine(model, params, slots=3), wanted)
-    assert [tokens for tokens, *_ in served] == written.tokens
-    assert [logprobs for _, logprobs, *_ in served] == written.logprobs
 
 
 def test_log_probabilities_and_alternatives_are_the_models():
