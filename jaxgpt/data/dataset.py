@@ -40,7 +40,7 @@ from jaxgpt.files import cache_directory, is_there, make_cache, read_json, sha25
 from jaxgpt.model import GPTConfig
 
 LOG = logging.getLogger(__name__)
-REPORTED = 2**25  # bytes. Reading a text of at least this size is reported
+CHANGED = "{} changed while it was read: wait until nothing writes to it, then start again"
 TEXT_FORMAT = 3  # version of cached texts. It is increased when the same text gives other tokens
 DOCUMENT_FORMAT = 2  # version of cached conversations, likewise
 SHARD_TOKENS = 2**24  # the most in a shard of the cache, of which one per array is in memory while it is written
@@ -66,9 +66,8 @@ class DataConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("path", "tokenizer"):
-            if getattr(self, name) == "":
-                raise UserError(f"data.{name} is empty: name one, or leave the option out")
+        if "" in (self.path, self.tokenizer):
+            raise UserError("data.path and data.tokenizer cannot be empty: name one, or leave the option out")
 
     @property
     def tokenizer_file(self) -> str | None:
@@ -206,9 +205,6 @@ def _open_text(config: DataConfig) -> Entry:
     name, source = config.tokenizer, config.path or config.corpus
     files = find_user_files(config.path) if config.path else find_corpus_files(config.corpus)
     tokenizer = open_tokenizer(name, "a text needs")
-    size = sum(file.stat().st_size for file in files)
-    if size >= REPORTED:
-        LOG.warning("reading %s: %s", source, f"{size / 1e6:,.0f} MB")  # so that it is shown
     digest, lengths, alphabet = hashlib.sha256(), [0] * len(files), set[str]()
     for number, piece in _read_pieces(files, digest):
         lengths[number] += len(piece)
@@ -272,7 +268,7 @@ def _split_text(source: str, files: list[Path], cuts: list[int], text: str) -> I
         yield from ((name, part) for name, part in parts if part)
         left[number] = max(left[number] - len(piece), 0)
     if digest.hexdigest() != text:
-        raise _change_error(source)
+        raise UserError(CHANGED.format(source))
 
 
 def _encode_text(
@@ -388,13 +384,9 @@ def _encode_conversations(config: DataConfig) -> Entry:
             ends[name] += len(ids)
             yield {name: ids.astype(dtype), f"{name}_answers": answers, f"{name}_ends": np.array([ends[name]])}
         if sha256(path) != spec["file"]:
-            raise _change_error(path)
+            raise UserError(CHANGED.format(path))
 
     return write_entry(spec, tokenizer, split(), {})
-
-
-def _change_error(source: str) -> UserError:
-    return UserError(f"{source} changed while it was read: wait until nothing writes to it, then start again")
 
 
 # The cache of tokens: a directory of shards for each text with a tokenizer.

@@ -66,11 +66,11 @@ def check_message(message: Any, where: str) -> Message:
     if role not in ROLES or ("content" not in held and not calls):
         raise UserError(f"{where} is {short(message)}: give a role, {', '.join(ROLES)}, and a content")
     if isinstance(content, list):
-        parts = [part for part in content if isinstance(part, dict) and part.get("type") in ("text", "refusal")]
-        texts = [part[part["type"]] for part in parts if isinstance(part.get(part["type"]), str)]
+        parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
         content = "".join(texts) if len(texts) == len(content) else content
     if content is None and role == "assistant":
-        content = held.get("refusal") or ""
+        content = ""
     if not isinstance(content, str):
         raise UserError(f"{where} has the content {short(content)}: give a text")
     known = held.keys() - {"function_call"} if role == "assistant" else {"role", "content", "name", "tool_call_id"}

@@ -96,7 +96,8 @@ def patch(model: GPT, params: Params, into_T: Any, source_T: Any, place: str, me
     """Return the metric of a text with one activation replaced by another text's: [L, T, N] by head, else [L, T].
 
     Layers before the patch are computed once for all patches. Sources: Vig et al. 2020, arXiv:2004.12265, Meng et al.
-    2022, arXiv:2202.05262, and by heads, Wang et al. 2022, arXiv:2211.00593.
+    2022, arXiv:2202.05262, and by heads, Wang et al. 2022, arXiv:2211.00593. Raises `UserError` for an unknown place, or
+    tokens that the model does not have.
 
     Args:
         into_T: token ids of the text that is patched.
@@ -107,9 +108,6 @@ def patch(model: GPT, params: Params, into_T: Any, source_T: Any, place: str, me
 
     Example:
         >>> difference_LTN = patch(model, params, corrupted_T, clean_T, "heads", lambda z_V: z_V[right] - z_V[wrong])
-
-    Raises:
-        UserError: for an unknown place, or tokens that the model does not have.
     """
     check_place(model.config, f"h_0/{place}")
     if np.ndim(into_T) != 1 or np.shape(into_T) != np.shape(source_T):

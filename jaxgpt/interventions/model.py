@@ -113,9 +113,7 @@ def edit_arrays(config: GPTConfig, *sets: Sequence[Edit]) -> EditArrays:
     """Return the factors and terms of sets of edits, stacked. The edits of a set are applied in their order.
 
     The axis after the axis of the sets is the position. The last of its P + 1 rows is for position P and all later ones.
-
-    Raises:
-        UserError: for a place, layer, index, position or shape that the model does not have.
+    Raises `UserError` for what the model does not have.
     """
     sizes, checked = {}, []
     for number, edit in ((number, edit) for number, edits in enumerate(sets) for edit in edits):
@@ -176,14 +174,11 @@ RESULTS: dict[tuple[type[nn.Module], str], str] = {
 def edit(model: GPT, params: Params, edits: Sequence[Edit]) -> tuple[EditedGPT, Params]:
     """Return the model under edits, with its parameters: it is trained, sampled and scored as any other.
 
-    They replace earlier edits of the model.
+    They replace earlier edits of the model. Raises `UserError` for a place, index, position or shape that it does not have.
 
     Example:
         >>> model, params = edit(run.model, run.params, [zero("heads", 1, index=3), scale("mlp", 0, by=0.5)])
         >>> logits_BTV = model.apply({"params": params}, tokens_BT)
-
-    Raises:
-        UserError: for a place, layer, index, position or shape that the model does not have.
     """
     model, params = unroll(model, params)
     return model, params | {EDITS: jax.tree.map(lambda x: jnp.asarray(x[0]), edit_arrays(model.config, edits))}
@@ -208,19 +203,14 @@ class EditedGPT(GPT):
     read: tuple[str, ...] = ()  # names of places, kept in the collection "activations"
 
     def hidden_states(
-        self,
-        tokens_BT: jax.Array,
-        *,
-        positions_BT: jax.Array | None = None,
-        segments_BT: jax.Array | None = None,
-        train: bool = False,
+        self, tokens_BT: jax.Array, *, positions_BT: jax.Array | None = None, **options: Any
     ) -> jax.Array:
         """Return the edited model's hidden states. Arguments: see `GPT.hidden_states`."""
         patterns = [name for name in self.edit_arrays() if name.endswith("/pattern")]
         if positions_BT is not None and patterns:  # keys and values of earlier tokens are in a cache
             raise UserError(f"{patterns[0]}: a pattern cannot be edited while text is generated; edit heads or values")
         with nn.intercept_methods(multiply_by_decode_matrix), nn.intercept_methods(self.editor()):
-            return super().hidden_states(tokens_BT, positions_BT=positions_BT, segments_BT=segments_BT, train=train)
+            return super().hidden_states(tokens_BT, positions_BT=positions_BT, **options)
 
     def unembed(self, x_BTD: jax.Array) -> jax.Array:
         """Return logits_BTV of hidden states."""
@@ -299,15 +289,12 @@ class Forward(NamedTuple):
 
 
 def run(model: GPT, params: Params, tokens_BT: Any, edits: Sequence[Edit] = (), *, read: Sequence[str] = ()) -> Forward:
-    """Return logits and activations of a model under edits.
+    """Return logits and activations of a model under edits. Raises `UserError` for what the model does not have.
 
     Args:
         tokens_BT: token ids, at most block_size per row.
         edits: applied in their order.
         read: names of the activations to return, after the edits: "embedding", "h_0/heads" ... (see `PLACES`).
-
-    Raises:
-        UserError: for a place, layer, index, position or shape that the model does not have.
     """
     model, params = unroll(model, params)
     for name in read:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from jaxgpt.config.validate import (
     LARGEST_SIZE,
@@ -16,13 +16,9 @@ from jaxgpt.config.validate import (
     PositiveInt,
     check_count,
     check_fields,
-    check_value,
     short,
 )
 from jaxgpt.errors import UserError
-
-if TYPE_CHECKING:
-    from jaxgpt.sample.grammar import Grammar
 
 Precision = Literal["float32", "bfloat16", "int8"]  #: dtype of weights, and of keys and values, for sampling
 MAX_NEW_TOKENS = 400  # default length of a sample
@@ -79,22 +75,18 @@ class Decoding:
     >>> decoding = Decoding(max_new_tokens=100, sampling=Sampling(top_k=40))
     """
 
-    max_new_tokens: int  # most tokens of a completion, at least 1
+    max_new_tokens: PositiveInt  # most tokens of a completion, at least 1
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     stop_tokens: Sequence[int] = ()  # ids. A completion ends before the first of them
-    vocab_size: int | None = None  # ids from this on, padding of the vocabulary, are never drawn. None means no padding
+    vocab_size: PositiveInt | None = None  # ids from this on, padding, are never drawn. None means no padding
     cache_dtype: Precision | None = None  # dtype of keys and values, int8 a quarter of float32. None means the model's
-    bucket: int = BUCKET  # tokens that the cache has room for, doubled as needed: other lengths rarely recompile
+    bucket: PositiveInt = BUCKET  # tokens that the cache has room for, doubled as needed so that few lengths recompile
     logprobs: bool = False  # also return log-probabilities of generated and prompt tokens
-    slots: int | None = None  # prompts decoded together. Another number may round a logit differently. None means all
-    grammar: Grammar | None = None  # what each completion must match: see `compile_grammar`. None means any text
+    slots: PositiveInt | None = None  # prompts decoded together: another number may round otherwise. None means all
+    grammar: Any = None  # a `Grammar` that each completion must match: see `compile_grammar`. None means any text
 
     def __post_init__(self) -> None:
         """Check the fields. Convert ids and counts to Python's."""
-        check_value("sampling", self.sampling, Sampling)
-        for name in ("max_new_tokens", "vocab_size", "bucket", "slots"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, check_count(name, value))
         stop_tokens = tuple(check_count("stop_tokens", i, 0, LARGEST_SIZE) for i in self.stop_tokens)
         object.__setattr__(self, "stop_tokens", stop_tokens)
-        check_value("cache_dtype", self.cache_dtype, Precision | None)
+        check_fields(self)

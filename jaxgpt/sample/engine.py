@@ -31,6 +31,7 @@ from jaxgpt.sample.score import pair_up, score
 
 BURST = 64  # most tokens that one call of `decode` draws in each slot
 MAX_STOPS = 8  # stop tokens of a request
+CONTEXT = 64  # last ids of a prompt with which new ones are decoded: all of thousands would take milliseconds each time
 UNFINISHED = "\ufffd"  # how decoded text ends if the last bytes are an incomplete character
 
 
@@ -91,8 +92,7 @@ class Engine:
         """Allocate the state.
 
         Args:
-            model: a GPT. With `params`, see `for_decoding`.
-            params: its parameters.
+            model, params: a GPT and its parameters. See `for_decoding`.
             slots: requests that are decoded together.
             vocab_size: ids from this number on are never drawn. None means that all may be drawn.
             cache_dtype: the dtype of keys and values. None means the model's.
@@ -439,7 +439,7 @@ class Detokenizer:
             raise UserError("a stop string is empty: every text contains it; give at least one character, or none")
         self.stopped, self.length = False, 0  # length: characters of the new ids, with those held back
         self._tokenizer = tokenizer
-        self._ids = _find_context(tokenizer, prompt)
+        self._ids = [int(i) for i in prompt[-CONTEXT:]]
         # Each call decodes the ids from `context` on, of which those before `shown` have been returned. A new id must
         # not come first: decoders treat the first id of a list differently (a leading space).
         self._context, self._shown = 0, len(self._ids)
@@ -479,15 +479,6 @@ class Detokenizer:
         self.stopped, cut = bool(starts), min(starts, default=len(text) - max(lengths, default=0))
         self._held = "" if starts else text[cut:]
         return text[:cut]
-
-
-def _find_context(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
-    """Return the last ids of a prompt, from the beginning of a character on, that have a text."""
-    size = 8
-    # Decoding a prompt of thousands of ids for each of many choices would take seconds.
-    while size < len(prompt) and tokenizer.decode(prompt[-size:])[:1] in ("", UNFINISHED):
-        size *= 2
-    return [int(i) for i in prompt[-size:]]
 
 
 def iter_text(

@@ -56,15 +56,6 @@ class SamplingRows(flax.struct.PyTreeNode):
         columns: Any = (np.array(column, dtype) for column, dtype in zip(zip(*rows, strict=True), types, strict=True))
         return SamplingRows(*columns)
 
-    def where(self, active_B: jax.Array) -> SamplingRows:
-        """Return the rows, with inactive ones greedy and without filters, so that no filter runs for them."""
-
-        def choose(value_B: jax.Array, idle_1: jax.Array) -> jax.Array:
-            # The biases themselves are read for a row that is biased, and else cost nothing.
-            return jnp.where(active_B, value_B, idle_1) if value_B.ndim == 1 else value_B
-
-        return jax.tree.map(choose, self, SamplingRows.stack([Sampling(greedy=True)]))
-
     def draw(self, logits_BV: jax.Array, keys_B: jax.Array, seen_BV: jax.Array | None = None) -> jax.Array:
         """Draw one token for each row with its own key: token_B, int32. The penalties need `seen_BV`."""
         logits_BV = self.adjust(logits_BV, seen_BV)

@@ -367,8 +367,7 @@ def decode(
         x_B1D, cache = read(model, params, state.cache, rows.token_B[:, None], positions_B[:, None])
         logits_BV = apply_model(model, params, x_B1D, method="unembed")[:, 0, :V]
         keys_B = jax.vmap(jax.random.fold_in)(rows.keys_B, rows.drawn_B)
-        sampling = rows.sampling.where(active_B)
-        token_B = sampling.draw(jnp.where(may_be_BV, logits_BV, -jnp.inf), keys_B, rows.seen_BV)
+        token_B = rows.sampling.draw(jnp.where(may_be_BV, logits_BV, -jnp.inf), keys_B, rows.seen_BV)
         stopped_B = active_B & (token_B[:, None] == rows.stops_BE).any(axis=1)
         marked_B = jnp.where(active_B, token_B, V)  # out of range: dropped
         seen_BV = rows.seen_BV.at[jnp.arange(B), marked_B].add(2, mode="drop")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from jaxgpt.config.validate import check_value, short
+from jaxgpt.config.validate import check_value
 from jaxgpt.errors import UserError
 from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.kernels.native.build import why_not_native
@@ -23,7 +22,6 @@ from jaxgpt.layers.linear import Dense, Embedding, Head, to_int8
 from jaxgpt.model import GPT
 from jaxgpt.sample import Precision
 
-LOG = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 DECODE_MATRIX = "decode_matrix"  # name of a `DecodeMatrix` in the parameters, in place of a kernel or an embedding
 QKV = "qkv"  # name of one projection in the parameters of self-attention, in place of q, k and v
@@ -55,14 +53,7 @@ def for_decoding(
     params = params if donate else jax.tree.map(lambda x: x, params)  # dictionaries of its own, which are emptied
     model, params = unstack_layers(model, params, donate=True)
     own = find_own_modules(model) if model.config.is_foreign else None
-    quantized = _lay_out((), params, weights or jnp.dtype(model.dtype).name, own)
-    if own is not None and weights is not None:
-        matrices = [path for path, x in jax.tree.leaves_with_path(quantized) if x.ndim > 1]
-        names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in matrices]
-        if left := [name for name in names if "values_FD" not in name]:
-            kind = type(model.config).__name__
-            LOG.warning("%s: %d arrays of its own modules stay as they are: %s", kind, len(left), short(left))
-    return model, quantized
+    return model, _lay_out((), params, weights or jnp.dtype(model.dtype).name, own)
 
 
 _LAID_OUT: list[tuple] = []  # the last result of `lay_out_once`, and weak references to its arguments

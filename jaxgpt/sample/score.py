@@ -70,15 +70,8 @@ def score_prompt(
 ) -> PromptScores:
     """Return the log-probability of each token of a prompt, and of the `top` most probable tokens in its place.
 
-    There is one program for each of `prompt_widths`, so that all can be compiled in advance. Raises `UserError` for
-    more than block_size + 1 ids, and for ids that the model does not have.
-
-    Args:
-        model: a GPT.
-        params: its parameters.
-        ids: the prompt.
-        top: number of alternatives.
-        vocab_size: alternatives are below it. None means all.
+    These are below `vocab_size`. There is one program for each of `prompt_widths`, so that all can be compiled in
+    advance. Raises `UserError` for more than block_size + 1 ids, and for ids that the model does not have.
     """
     row, known = check_ids(model, ids, "the prompt"), known_ids(model, vocab_size)
     if len(row) > model.config.block_size + 1:

@@ -159,12 +159,8 @@ def test_no_token_that_a_content_may_hold_ends_a_turn(kind, source, end, warned)
 def test_templates_lie_beside_the_tokenizer(tmp_path):
     tokenizer = TOKENIZERS["bytes"]
     assert find_template(tokenizer, tmp_path) is CHATML
-    config = {
-        "bos_token": {"content": "<s>", "lstrip": False},
-        "eos_token": "</s>",
-        "add_bos_token": True,
-        "pad_token": None,
-    }
+    config = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>"}
+    config |= {"add_bos_token": True, "pad_token": None}
 
     def found(chat_template):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": chat_template}))

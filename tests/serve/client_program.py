@@ -151,19 +151,5 @@ def use_langchain():
     fails(ContextOverflowError, lambda: chat.invoke(OVERLONG))
 
 
-def use_instructor():
-    import instructor
-    import openai
-    from instructor import Mode
-
-    client = openai.OpenAI(base_url=URL, **WHERE)
-    asked = dict(model=MODEL, messages=MESSAGES, max_tokens=ROOM, max_retries=0)
-    for mode in (Mode.JSON_SCHEMA, Mode.TOOLS, Mode.TOOLS_STRICT):
-        maker = instructor.from_openai(client, mode=mode)
-        assert isinstance(maker.create(response_model=Person, **asked), Person)
-    parts = list(instructor.from_openai(client, mode=Mode.JSON_SCHEMA).create_partial(response_model=Person, **asked))
-    Person.model_validate(parts[-1].model_dump())
-
-
 if __name__ == "__main__":
     globals()[f"use_{CLIENT}"]()
