@@ -46,8 +46,7 @@ def find_validation_prompt(path: str, val_fraction: float) -> str:
 
 
 def _messages(value: Any, where: str) -> list[Message]:
-    fields = value if isinstance(value, dict) else {}
-    messages = fields.get("messages")
+    messages = value.get("messages") if isinstance(value, dict) else None
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{where}: got {short(value)}, {SHAPE}")
     checked = [check_message(message, f"{where}: message {number}") for number, message in enumerate(messages, 1)]
@@ -59,10 +58,9 @@ def _messages(value: Any, where: str) -> list[Message]:
 def encode_all(
     path: str | Path, tokenizer: Tokenizer, template: ChatTemplate
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (ids, mask) of each conversation. The mask is True for the tokens of the assistant.
+    """Yield (ids, mask) of each conversation, up to its last answer. The mask is True for the tokens of the assistant.
 
-    Tokens after the last answer are dropped. Raises `UserError` for a conversation that the template rejects. A warning
-    says if nothing that is learnt ends a turn.
+    Raises `UserError` for a conversation that the template rejects. A warning says if nothing that is learnt ends a turn.
     """
     find_end_of_turn(template, tokenizer)
     for where, messages, tools in read_messages(path):

@@ -87,12 +87,10 @@ class DataConfig(Checked):
     def open_dataset(self, model: GPTConfig, *, known: dict[str, Any] | None = None) -> Dataset:
         """Return the dataset on which a model is trained. Text is encoded once and cached in files.
 
-        The split is by position: the last `val_fraction` of the characters of each file is held out. If .bin files have
-        none for validation, a fraction of their tokens is held out. Conversations are split by their number.
+        The split is by position: see `val_fraction`, which is of the tokens if .bin files have none for validation.
 
-        known: the fingerprint that a run to resume has recorded. Unless `path` names an existing
-        file, cached tokens with it are used, and nothing is downloaded. Raises `UserError` without
-        text, or for a split below one window.
+        known: the fingerprint that a run to resume has recorded. Unless `path` names an existing file, cached tokens with
+        it are used, and nothing is downloaded. Raises `UserError` without text, or for a split below one window.
         """
         return open_data(self, block_size=model.block_size, vocab_size=model.vocab_size, known=known)
 
@@ -116,8 +114,7 @@ def open_data(
     vocab_size: the model's, which tokenizer "ids" needs.
     """
     if sources := read_mixture(config.path):
-        model = {"block_size": block_size, "vocab_size": vocab_size}
-        return _open_mixture(config, sources, known, **model)
+        return _open_mixture(config, sources, known, block_size=block_size, vocab_size=vocab_size)
     if config.path is not None and "://" in config.path:
         local = fetch(config.path) if known is None else find_copy(config.path)
         config = dataclasses.replace(config, path=str(local))
@@ -364,7 +361,7 @@ def _encode_conversations(config: DataConfig) -> Entry:
         for _, messages, tools in read_messages(path):
             yield [message["content"] for message in spell_out(messages, tools)]
 
-    alphabet, count = set(chat.list_plain_characters()), 0
+    alphabet, count = set(chat.PLAIN_CHARACTERS), 0
     for texts in read():  # an invalid line raises here, before any is encoded
         count += 1
         alphabet.update(*texts)

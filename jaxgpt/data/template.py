@@ -69,8 +69,7 @@ def check_message(message: Any, where: str) -> Message:
         parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
         texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
         content = "".join(texts) if len(texts) == len(content) else content
-    if content is None and role == "assistant":
-        content = ""
+    content = "" if content is None and role == "assistant" else content
     if not isinstance(content, str):
         raise UserError(f"{where} has the content {short(content)}: give a text")
     known = held.keys() - {"function_call"} if role == "assistant" else {"role", "content", "name", "tool_call_id"}
@@ -149,6 +148,7 @@ class Turns:
 
 
 PLAIN = Turns(before="{Role}:\n", end=ETX, special=False)
+PLAIN_CHARACTERS = PLAIN.write([{"role": role, "content": ""} for role in ROLES[:3]]).text  # besides those of contents
 CHATML = Turns(before="<|im_start|>{role}\n", end="<|im_end|>", special=True)
 
 
@@ -395,11 +395,6 @@ def fingerprint(template: ChatTemplate) -> str:
     later = ("begin", "tool_source")
     held = {name: value for name, value in dataclasses.asdict(template).items() if name not in later or value}
     return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
-
-
-def list_plain_characters() -> str:
-    """Return the characters that the plain template may add to the contents."""
-    return PLAIN.write([{"role": role, "content": ""} for role in ("system", "user", "assistant")]).text
 
 
 @functools.lru_cache(maxsize=4)  # some tokenizers have thousands

@@ -67,7 +67,7 @@ class Tokenizer(Protocol):
 
         `specials` encodes special tokens that are written out in the text as their ids.
         """
-        ...
+        raise UserError("this tokenizer cannot encode conversations: give char, byte, bpe or a tokenizer.json")
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, special tokens included. Invalid UTF-8 becomes U+FFFD."""
@@ -151,10 +151,6 @@ class IdTokenizer(Tokenizer):
         if (unknown := next((i for i in ids if not 0 <= i < self.vocab_size), None)) is not None:
             raise UserError(f"token {unknown} is outside the vocabulary, 0 to {self.vocab_size - 1}")
         return np.array(ids, dtype=np.int32)
-
-    def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Raise `UserError`: conversations need a tokenizer of text."""
-        raise UserError("tokenizer ids cannot encode conversations: give char, byte, bpe or a tokenizer.json")
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the ids as text, separated by spaces."""

@@ -104,10 +104,8 @@ def patch(model: GPT, params: Params, into_T: Any, source_T: Any, place: str, me
         source_T: token ids of the text that the activations come from, as many.
         place: where, in each layer (`model.PLACES`): "heads", "queries" or "pattern" by head, "keys" or "values" by
             key/value head, "attention", "middle", "units", "mlp" or "stream" by token.
-        metric: a function of the next token's logits_V. Give the same one again to use the compiled programs again.
-
-    Example:
-        >>> difference_LTN = patch(model, params, corrupted_T, clean_T, "heads", lambda z_V: z_V[right] - z_V[wrong])
+        metric: a function of the next token's logits_V, such as `lambda z_V: z_V[right] - z_V[wrong]`. Give the same one
+            again to use the compiled programs again.
     """
     check_place(model.config, f"h_0/{place}")
     if np.ndim(into_T) != 1 or np.shape(into_T) != np.shape(source_T):

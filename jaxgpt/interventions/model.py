@@ -175,10 +175,6 @@ def edit(model: GPT, params: Params, edits: Sequence[Edit]) -> tuple[EditedGPT, 
     """Return the model under edits, with its parameters: it is trained, sampled and scored as any other.
 
     They replace earlier edits of the model. Raises `UserError` for a place, index, position or shape that it does not have.
-
-    Example:
-        >>> model, params = edit(run.model, run.params, [zero("heads", 1, index=3), scale("mlp", 0, by=0.5)])
-        >>> logits_BTV = model.apply({"params": params}, tokens_BT)
     """
     model, params = unroll(model, params)
     return model, params | {EDITS: jax.tree.map(lambda x: jnp.asarray(x[0]), edit_arrays(model.config, edits))}

@@ -58,11 +58,10 @@ class Sampling:
     def __post_init__(self) -> None:
         """Check the fields."""
         check_fields(self)
-        ids = [i for i, _ in self.logit_bias]
-        if len(set(ids)) < len(ids) or len(ids) > MAX_BIASES or any(i < 0 for i in ids):
-            raise UserError(f"logit_bias={short(self.logit_bias)}: needs at most {MAX_BIASES} ids of tokens, each once")
-        if bad := [bias for _, bias in self.logit_bias if not -100 <= bias <= 100]:
-            raise UserError(f"logit_bias={short(bad[0])}: needs numbers from -100 to 100")
+        is_right = all(i >= 0 and -100 <= bias <= 100 for i, bias in self.logit_bias)
+        if not is_right or not len(dict(self.logit_bias)) == len(self.logit_bias) <= MAX_BIASES:
+            needed = f"needs at most {MAX_BIASES} ids of tokens, each once, and numbers from -100 to 100"
+            raise UserError(f"logit_bias={short(self.logit_bias)}: {needed}")
 
 
 FILTERS = tuple(field.name for field in dataclasses.fields(Sampling) if field.name != "greedy")

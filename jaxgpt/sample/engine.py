@@ -1,9 +1,7 @@
 """Continuous batching: requests enter and leave the slots of one decoding state at any time.
 
-The settings of a request are arrays among the inputs, so nothing is compiled for it. The programs are in `sample.programs`,
-and no row of a batch depends on another: with a fixed number of rows each gives the same bits whatever else runs. The
-engine has no threads of its own. One thread calls it. `generate` and `stream` continue a batch of prompts with an
-engine of their own.
+The programs are in `sample.programs`, and no row of a batch depends on another: with a fixed number of rows each gives
+the same bits whatever else runs. The engine has no threads of its own. One thread calls it.
 """
 
 from __future__ import annotations
@@ -340,8 +338,7 @@ def stream(
     """Continue prompts like `generate`, by the same compiled programs, but yield new ids as they are drawn.
 
     Each item is a list of new ids for each prompt. Joined, they are what `generate` returns. `every` is the most tokens
-    of an item in each list, but the first has one. None means one item, at the end. Other arguments: see `generate`.
-    They are checked at the first `next`.
+    of an item in each list, but the first has one. None means one item, at the end. Others are checked at the first one.
     """
     for tokens, _ in _decode(model, params, prompts, decoding, key, every):
         yield tokens

@@ -233,8 +233,7 @@ def _multiply_on_cpu(values_FD: jax.Array, x_UD: jax.Array) -> jax.Array:
 
     x @ values.T reorders the whole matrix first, which costs more than a few rows' product does. With the matrix on
     the left XLA reorders x. With two halves of it as a batch it also uses all cores for one row (27 GB/s of weights
-    instead of 21). It then never falls back to float32 for bfloat16 (42 GB/s instead of 30, in units of 4 bytes). A step of
-    GPT-2 124M in float32 takes 33.3 ms in halves and 34.0 without at 4 rows, 42.6 and 41.1 at 8, 57.9 and 54.7 at 16.
+    instead of 21). It then never falls back to float32 for bfloat16 (42 GB/s instead of 30, in units of 4 bytes).
     """
     U, (F, D), is_float32 = x_UD.shape[0], values_FD.shape, values_FD.dtype == jnp.float32
     most = 4 if is_float32 else 16  # rows that halves are faster for

@@ -59,8 +59,8 @@ def score(model: GPT, params: dict, texts: Sequence[Sequence[int]]) -> list[np.n
     """Return the log-probability in nats of each token given those before it: a float32 array for each list of ids.
 
     The first token has no context and gets nan. Texts longer than block_size are read in windows that overlap by half:
-    every token after the first window has at least block_size // 2 tokens of context.
-    Raises `UserError` for ids that the model does not have.
+    every token after the first window has at least block_size // 2 tokens of context. Raises `UserError` for ids that
+    the model does not have.
     """
     return [logprobs for logprobs, *_ in _score_windows(model, params, texts, [1] * len(texts), WINDOWS_AT_ONCE)]
 
@@ -131,9 +131,8 @@ def pair_ids(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[lis
     """Return the ids of a context and its continuation, as `loglikelihood` takes them.
 
     They are encoded as one text and split after the context. Spaces at its end move to the continuation, since most
-    tokenizers join a space to the next word, and the model was trained on such tokens. lm-evaluation-harness does the
-    same. With an empty context the continuation follows the start token. Raises `UserError` if the tokenizer cannot
-    encode them, or if no token is left for the continuation.
+    tokenizers join a space to the next word, and the model was trained on such tokens. With an empty context the
+    continuation follows the start token. Raises `UserError` if no token is left for the continuation.
     """
     context, spaces = context.rstrip(), context[len(context.rstrip()) :]
     both = tokenizer.encode(context + spaces + continuation).tolist()

@@ -194,7 +194,8 @@ def parse(kind: type[Fields], raw: bytes, temperature: float = 1.0) -> Fields:
             value = tuple(value) if isinstance(value, list) and hints[name] is not Any else value
             given[name] = check_value(name, value, hints[name]) if hints[name] is not Any else value
     if filters:
-        chosen = {"temperature": temperature} | {name: given.pop(name) for name in filters if name in given}
+        chosen: dict[str, Any] = {"temperature": temperature}
+        chosen |= {name: given.pop(name) for name in filters if name in given}
         try:
             given["sampling"] = Sampling(**chosen)
         except UserError as e:
