@@ -46,25 +46,21 @@ def find_validation_prompt(path: str, val_fraction: float) -> str:
 
 
 def _messages(value: Any, where: str) -> list[Message]:
-    fields = value if isinstance(value, dict) else {}
-    messages = fields.get("messages")
+    messages = value.get("messages") if isinstance(value, dict) else None
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{where}: got {short(value)}, {SHAPE}")
     checked = [check_message(message, f"{where}: message {number}") for number, message in enumerate(messages, 1)]
     if not any(message["role"] == "assistant" and "weight" not in message for message in checked):
-        raise UserError(
-            f"{where}: none of its {len(checked)} messages is the assistant's with a weight: give one to learn from"
-        )
+        raise UserError(f"{where}: none of its {len(checked)} messages is an answer to learn from: give one")
     return checked
 
 
 def encode_all(
     path: str | Path, tokenizer: Tokenizer, template: ChatTemplate
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (ids, mask) of each conversation. The mask is True for the tokens of the assistant.
+    """Yield (ids, mask) of each conversation, up to its last answer. The mask is True for the tokens of the assistant.
 
-    Tokens after the last answer are dropped. Raises `UserError` for a conversation that the template rejects. A warning
-    says if nothing that is learnt ends a turn.
+    Raises `UserError` for a conversation that the template rejects. A warning says if nothing that is learnt ends a turn.
     """
     find_end_of_turn(template, tokenizer)
     for where, messages, tools in read_messages(path):
@@ -182,24 +178,17 @@ class Conversations(Split):
         self._ids, self.answers, self.block_size = ids, answers, block_size
         starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
         whole = np.array(ends) - starts
-        lengths, sizes = self.fit(starts, whole)
-        kept = (sizes > 0) & (sizes <= block_size)
+        lengths = whole.copy()  # tokens to read of each
+        for n in np.flatnonzero(whole > block_size + 1):
+            # Read one token more, to see whether an answer ends at the last.
+            ahead = np.asarray(answers[starts[n] : starts[n] + block_size + 2], bool)
+            last = np.flatnonzero(ahead[:-1] & ~ahead[1:])
+            lengths[n] = last[-1] + 1 if len(last) else 0
+        sizes = lengths - 1  # inputs that they take up in a row. The target of each is in the same conversation
+        kept = sizes > 0
         self.needed = whole - 1  # the block_size that holds each conversation whole
         self.left_out, self.shortened = int((~kept).sum()), int((kept & (lengths < whole)).sum())
         self.starts, self.lengths, self.sizes = starts[kept], lengths[kept], sizes[kept]
-
-    def fit(self, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (tokens to read of each, inputs that they take up in a row).
-
-        A conversation of n tokens gives n - 1 inputs. The target of each is in the same conversation.
-        """
-        lengths = lengths.copy()
-        for n in np.flatnonzero(lengths > self.block_size + 1):
-            # Read one token more, to see whether an answer ends at the last.
-            ahead = np.asarray(self.answers[starts[n] : starts[n] + self.block_size + 2], bool)
-            last = np.flatnonzero(ahead[:-1] & ~ahead[1:])
-            lengths[n] = last[-1] + 1 if len(last) else 0
-        return lengths, lengths - 1
 
     # Best fit depends only on lengths, so it runs once: each epoch shuffles conversations of equal length among the
     # rows, and the order of the rows. Every epoch thus has the same number of rows, and the n-th row of a run follows

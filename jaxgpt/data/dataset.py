@@ -40,7 +40,7 @@ from jaxgpt.files import cache_directory, is_there, make_cache, read_json, sha25
 from jaxgpt.model import GPTConfig
 
 LOG = logging.getLogger(__name__)
-REPORTED = 2**25  # bytes. Reading a text of at least this size is reported
+CHANGED = "{} changed while it was read: wait until nothing writes to it, then start again"
 TEXT_FORMAT = 3  # version of cached texts. It is increased when the same text gives other tokens
 DOCUMENT_FORMAT = 2  # version of cached conversations, likewise
 SHARD_TOKENS = 2**24  # the most in a shard of the cache, of which one per array is in memory while it is written
@@ -66,9 +66,8 @@ class DataConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("path", "tokenizer"):
-            if getattr(self, name) == "":
-                raise UserError(f"data.{name} is empty: name one, or leave the option out")
+        if "" in (self.path, self.tokenizer):
+            raise UserError("data.path and data.tokenizer cannot be empty: name one, or leave the option out")
 
     @property
     def tokenizer_file(self) -> str | None:
@@ -88,12 +87,10 @@ class DataConfig(Checked):
     def open_dataset(self, model: GPTConfig, *, known: dict[str, Any] | None = None) -> Dataset:
         """Return the dataset on which a model is trained. Text is encoded once and cached in files.
 
-        The split is by position: the last `val_fraction` of the characters of each file is held out. If .bin files have
-        none for validation, a fraction of their tokens is held out. Conversations are split by their number.
+        The split is by position: see `val_fraction`, which is of the tokens if .bin files have none for validation.
 
-        known: the fingerprint that a run to resume has recorded. Unless `path` names an existing
-        file, cached tokens with it are used, and nothing is downloaded. Raises `UserError` without
-        text, or for a split below one window.
+        known: the fingerprint that a run to resume has recorded. Unless `path` names an existing file, cached tokens with
+        it are used, and nothing is downloaded. Raises `UserError` without text, or for a split below one window.
         """
         return open_data(self, block_size=model.block_size, vocab_size=model.vocab_size, known=known)
 
@@ -117,19 +114,17 @@ def open_data(
     vocab_size: the model's, which tokenizer "ids" needs.
     """
     if sources := read_mixture(config.path):
-        model = {"block_size": block_size, "vocab_size": vocab_size}
-        return _open_mixture(config, sources, known, **model)
+        return _open_mixture(config, sources, known, block_size=block_size, vocab_size=vocab_size)
     if config.path is not None and "://" in config.path:
         local = fetch(config.path) if known is None else find_copy(config.path)
         config = dataclasses.replace(config, path=str(local))
-    remedy = "Name another text with --data.path."
-    is_here = config.path is not None and is_there(Path(config.path), remedy)
+    is_here = config.path is not None and is_there(Path(config.path), "Name another text with --data.path.")
     entry = None if known is None or is_here else _find_entry(known, config.is_packed)
     if config.is_packed:
         return _open_conversations(config, entry or _encode_conversations(config), block_size)
-    if entry is None and (shards := find_shards(config.path)):
-        path, name = config.path or "", config.tokenizer
-        dataset = open_shards(path, shards, name, config.val_fraction, vocab_size)
+    shards = [] if entry else find_shards(config.path)
+    if shards:
+        dataset = open_shards(config.path or "", shards, config.tokenizer, config.val_fraction, vocab_size)
     else:
         arrays, tokenizer, made_of, about = entry or _open_text(config)
         dataset = Dataset(
@@ -155,10 +150,8 @@ def resolve_vocab(model: GPTConfig, tokenizer: Tokenizer) -> GPTConfig:
     if model.vocab_size is None:
         return dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
     if model.vocab_size < tokenizer.vocab_size:
-        raise UserError(
-            f"model.vocab_size={model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size}: "
-            f"take {tokenizer.vocab_size} or more, or leave it out"
-        )
+        needed = f"needs the tokenizer's {tokenizer.vocab_size} or more, or leave it out"
+        raise UserError(f"model.vocab_size={model.vocab_size}: {needed}")
     return model
 
 
@@ -168,8 +161,8 @@ def encode_whole(files: list[Path], tokenizer: Tokenizer) -> tuple[np.ndarray, s
     text, end = "\n".join(documents), tokenizer.end_of_text
     if end is None:
         return tokenizer.encode(text), text
-    ids = [np.append(tokenizer.encode(document), np.int32(end)) for document in documents]
-    return np.concatenate(ids)[:-1], text
+    ids = [i for document in documents for i in (tokenizer.encode(document), [end])]
+    return np.concatenate(ids[:-1], dtype=np.int32), text
 
 
 def _open_mixture(config: DataConfig, sources: dict[str, float], known: dict[str, Any] | None, **model: Any) -> Dataset:
@@ -181,18 +174,17 @@ def _open_mixture(config: DataConfig, sources: dict[str, float], known: dict[str
     for n, path in enumerate(sources):
         part = dataclasses.replace(config, path=path)
         datasets[path] = open_data(part, known=before[n] if n < len(before) else unknown, **model)
-    all_of = [(path, dataset.tokenizer) for path, dataset in datasets.items()]
-    first, one = all_of[0]
-    if other := next(((path, t) for path, t in all_of if fingerprint(t) != fingerprint(one)), None):
+    tokenizers = [dataset.tokenizer for dataset in datasets.values()]
+    one = tokenizers[0]
+    if len(set(map(fingerprint, tokenizers))) > 1:
         if config.tokenizer == "char" and not any("files" in d.fingerprint for d in datasets.values()):
-            union = CharTokenizer("".join(t.characters for _, t in all_of if isinstance(t, CharTokenizer)))
-            write_whole(file := cache_directory() / "tokens" / f"{fingerprint(union)}.json", union.to_json())
+            union = CharTokenizer("".join(t.characters for t in tokenizers if isinstance(t, CharTokenizer)))
+            file = cache_directory() / "tokens" / f"{fingerprint(union)}.json"
+            write_whole(file, union.to_json())
             return _open_mixture(dataclasses.replace(config, tokenizer=str(file)), sources, known, **model)
-        sizes = f"{one.vocab_size} and {other[1].vocab_size} tokens"
-        raise UserError(
-            f"{first} and {other[0]} have different tokenizers, of {sizes}: a mixture needs one for all, such as "
-            "--data.tokenizer byte for texts, or the tokenizer.json of the token files"
-        )
+        sizes = " and ".join(str(tokenizer.vocab_size) for tokenizer in tokenizers)
+        needed = "needs one for all: --data.tokenizer byte, or the tokenizer.json of the token files"
+        raise UserError(f"{' and '.join(sources)} have different tokenizers, of {sizes} tokens: a mixture {needed}")
     train, val = (Mixture({p: (w, vars(datasets[p])[name]) for p, w in sources.items()}) for name in SPLITS)
     made_of = [{"weight": round(weight, 6), **datasets[path].fingerprint} for path, weight in sources.items()]
     lengths = {"train_tokens": len(train), "val_tokens": len(val)}
@@ -210,9 +202,6 @@ def _open_text(config: DataConfig) -> Entry:
     name, source = config.tokenizer, config.path or config.corpus
     files = find_user_files(config.path) if config.path else find_corpus_files(config.corpus)
     tokenizer = open_tokenizer(name, "a text needs")
-    size = sum(file.stat().st_size for file in files)
-    if size >= REPORTED:
-        LOG.warning("reading %s: %s", source, f"{size / 1e6:,.0f} MB")  # so that it is shown
     digest, lengths, alphabet = hashlib.sha256(), [0] * len(files), set[str]()
     for number, piece in _read_pieces(files, digest):
         lengths[number] += len(piece)
@@ -276,7 +265,7 @@ def _split_text(source: str, files: list[Path], cuts: list[int], text: str) -> I
         yield from ((name, part) for name, part in parts if part)
         left[number] = max(left[number] - len(piece), 0)
     if digest.hexdigest() != text:
-        raise _change_error(source)
+        raise UserError(CHANGED.format(source))
 
 
 def _encode_text(
@@ -304,11 +293,11 @@ def _open_conversations(config: DataConfig, entry: Entry, block_size: int) -> Da
     from jaxgpt.data.conversations import Conversations
 
     arrays, tokenizer, made_of, _ = entry
-    ends = (np.concatenate(arrays[f"{name}_ends"].shards) for name in SPLITS)
-    train, val = (
-        Conversations(arrays[name], arrays[f"{name}_answers"], ends_of, block_size)
-        for name, ends_of in zip(SPLITS, ends, strict=True)
-    )
+    splits = []
+    for name in SPLITS:
+        ends = np.concatenate(arrays[f"{name}_ends"].shards)
+        splits.append(Conversations(arrays[name], arrays[f"{name}_answers"], ends, block_size))
+    train, val = splits
     most, longest = np.quantile(np.append(train.needed, val.needed), (0.9, 1.0), method="higher")
     for name, conversations in (("training", train), ("validation", val)):
         if not len(conversations):
@@ -328,10 +317,9 @@ def _open_conversations(config: DataConfig, entry: Entry, block_size: int) -> Da
         notes.append(f"the tokenizer has no chat template: a turn is written as {turn!r}")
     shortened, left_out = train.shortened + val.shortened, train.left_out + val.left_out
     if shortened or left_out:
-        ends = f"of which {shortened:,} end after the last answer that fits, and {left_out:,}" if shortened else "which"
         notes.append(
-            f"longer than block_size={block_size}: {shortened + left_out:,} conversations, {ends} are left out; "
-            f"--model.block-size {most} holds nine in ten, {longest} all"
+            f"longer than block_size={block_size}: {shortened:,} conversations end after the last answer that fits, "
+            f"{left_out:,} are left out; --model.block-size {most} holds nine in ten, {longest} all"
         )
     return Dataset(
         train=train,
@@ -362,45 +350,40 @@ def _encode_conversations(config: DataConfig) -> Entry:
     tokenizer = open_tokenizer(name, "conversations need")
     spec: dict[str, Any] = {"conversation": DOCUMENT_FORMAT, "file": sha256(path), "val_fraction": config.val_fraction}
     spec["tokenizer"] = name if tokenizer is None else fingerprint(tokenizer)
-    spec |= {"bpe_vocab_size": config.bpe_vocab_size} if name == "bpe" else {}
+    if name == "bpe":
+        spec["bpe_vocab_size"] = config.bpe_vocab_size
     if tokenizer is not None:
         spec["template"] = chat.fingerprint(_find_template(config, tokenizer))
     if (entry := read_entry(_entry(spec))) is not None:
         return entry
 
     def read() -> Iterator[list[str]]:
-        read_lines = read_messages(path)
-        return ([m["content"] for m in spell_out(messages, tools)] for _, messages, tools in read_lines)
+        for _, messages, tools in read_messages(path):
+            yield [message["content"] for message in spell_out(messages, tools)]
 
-    alphabet, count = set[str](), 0
+    alphabet, count = set(chat.PLAIN_CHARACTERS), 0
     for texts in read():  # an invalid line raises here, before any is encoded
         count += 1
-        if name == "char":
-            alphabet.update(*texts)
+        alphabet.update(*texts)
     train = int(count * (1.0 - config.val_fraction))
     if not 0 < train < count:
         raise UserError(f"{path} has {count} conversations: give at least one to train on and one to validate on")
     if name == "char":
-        tokenizer = CharTokenizer(alphabet | set(chat.list_plain_characters()))
+        tokenizer = CharTokenizer(alphabet)
     elif tokenizer is None:
         tokenizer = train_bpe(itertools.chain.from_iterable(itertools.islice(read(), train)), config.bpe_vocab_size)
-    encoded = encode_all(path, tokenizer, _find_template(config, tokenizer))
 
     def split() -> Iterator[dict[str, np.ndarray]]:
-        ends = dict.fromkeys(SPLITS, 0)
+        ends, dtype = dict.fromkeys(SPLITS, 0), token_dtype(tokenizer.vocab_size)
+        encoded = encode_all(path, tokenizer, _find_template(config, tokenizer))
         for number, (ids, answers) in enumerate(encoded):
             name = SPLITS[number >= train]
             ends[name] += len(ids)
-            ids = ids.astype(token_dtype(tokenizer.vocab_size))
-            yield {name: ids, f"{name}_answers": answers, f"{name}_ends": np.array([ends[name]])}
+            yield {name: ids.astype(dtype), f"{name}_answers": answers, f"{name}_ends": np.array([ends[name]])}
         if sha256(path) != spec["file"]:
-            raise _change_error(path)
+            raise UserError(CHANGED.format(path))
 
     return write_entry(spec, tokenizer, split(), {})
-
-
-def _change_error(source: str) -> UserError:
-    return UserError(f"{source} changed while it was read: wait until nothing writes to it, then start again")
 
 
 # The cache of tokens: a directory of shards for each text with a tokenizer.

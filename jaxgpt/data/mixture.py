@@ -119,19 +119,20 @@ def read_mixture(path: str | None) -> dict[str, float]:
         found = [WEIGHTED.fullmatch(part) for part in path.split(",")]
         if not any(found):
             return {}
-        pairs = [(match[1], float(match[2])) for match in found if match is not None]
-        if len(pairs) < len(found):
+        if not all(found):
             raise UserError(f"data.path={path}: each source needs a weight; a mixture is a:0.7,b:0.3")
+        pairs = [(match[1], float(match[2])) for match in found if match]
     weights = {name: check_value(f"the weight of {name}", weight, PositiveFloat) for name, weight in pairs}
     total = math.fsum(weights.values())
-    repaired = ",".join(f"{name}:{weight / total:.4g}" for name, weight in weights.items())
+    shares = {name: weight / total for name, weight in weights.items()}
     if len(weights) < len(pairs):
         raise UserError(f"data.path={path} names a source twice: add up its weights")
     if abs(total - 1) > 1.001e-3:
+        repaired = ",".join(f"{name}:{share:.4g}" for name, share in shares.items())
         raise UserError(f"the weights of data.path={path} sum to {total:g}, needed 1: such as {repaired}")
-    for name, weight in weights.items():
+    for name, share in shares.items():
         if name.endswith((".jsonl", "mixture.json")):
             raise UserError(f"{name} cannot be in a mixture, which takes texts, folders of them, and .bin token shards")
-        if round(weight / total * PERIOD) < 1:
-            raise UserError(f"the weight of {name} is {weight:g}: give at least {1 / PERIOD:g}, or leave it out")
-    return {name: weight / total for name, weight in weights.items()}
+        if round(share * PERIOD) < 1:
+            raise UserError(f"the weight of {name} is too small: give at least {1 / PERIOD:g}, or leave it out")
+    return shares

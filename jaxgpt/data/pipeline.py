@@ -173,8 +173,8 @@ def validation_batches(
     Args:
         block_size: inputs per row.
         batch_size: rows per batch.
-        stride: tokens from the start of one window to the next, by default block_size. Half the stride costs twice the
-            work. All targets after the first window's have more than `block_size - stride` tokens of context.
+        stride: tokens from one window to the next, by default block_size. Half costs twice the work. All targets after
+            the first window's have more than `block_size - stride` tokens of context.
         max_tokens: about how many targets to read, in the same rows on every call, spread evenly. None means all.
         prefix_length: tokens at the beginning of the split that are not targets. The first token never is one.
         rows: rows of each batch that this process reads. None means all.

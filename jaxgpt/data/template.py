@@ -66,11 +66,10 @@ def check_message(message: Any, where: str) -> Message:
     if role not in ROLES or ("content" not in held and not calls):
         raise UserError(f"{where} is {short(message)}: give a role, {', '.join(ROLES)}, and a content")
     if isinstance(content, list):
-        parts = [part for part in content if isinstance(part, dict) and part.get("type") in ("text", "refusal")]
-        texts = [part[part["type"]] for part in parts if isinstance(part.get(part["type"]), str)]
+        parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
         content = "".join(texts) if len(texts) == len(content) else content
-    if content is None and role == "assistant":
-        content = held.get("refusal") or ""
+    content = "" if content is None and role == "assistant" else content
     if not isinstance(content, str):
         raise UserError(f"{where} has the content {short(content)}: give a text")
     known = held.keys() - {"function_call"} if role == "assistant" else {"role", "content", "name", "tool_call_id"}
@@ -149,6 +148,7 @@ class Turns:
 
 
 PLAIN = Turns(before="{Role}:\n", end=ETX, special=False)
+PLAIN_CHARACTERS = PLAIN.write([{"role": role, "content": ""} for role in ROLES[:3]]).text  # besides those of contents
 CHATML = Turns(before="<|im_start|>{role}\n", end="<|im_end|>", special=True)
 
 
@@ -216,8 +216,7 @@ class Jinja:
         if found and not len(found) == len(places[QUOTE]) == len(places[UNQUOTE]):
             number, token = found[0]
             raise UserError(
-                f"message {number} has {token!r} in it, and its chat template rewrites contents, so that it cannot "
-                "be distinguished from the template's own: take it out"
+                f"message {number} has {token!r} in it, and its chat template rewrites contents: take it out"
             )
         answers = tuple(zip(places[OPEN], places[CLOSE], strict=False))
         return Written(text=text, answers=answers, contents=tuple(zip(places[QUOTE], places[UNQUOTE], strict=False)))
@@ -242,21 +241,25 @@ class Jinja:
     def _check_tools(self, messages: Sequence[Message], tools: Sequence[Tool], prompt: bool) -> None:
         """Raise `UserError` for tools, calls and results that are not written, by rendering words in place of them."""
         hidden, offered = json.loads(json.dumps([messages, tools]))  # nothing is shared, since it is changed
-        places = [(tool["function"], "name", "tools") for tool in offered]
+        places: dict[str, str] = {}  # what stands there, by the word in its place
+
+        def hide(held: dict[str, Any], name: str, place: str) -> None:
+            held[name] = f"hidden_{len(places)}_"
+            places[held[name]] = place
+
+        for tool in offered:
+            hide(tool["function"], "name", "tools")
         for n, message in enumerate(hidden, 1):
-            calls = enumerate(message.get("tool_calls", ()), 1)
-            places += [(call["function"], "name", f"call {k} of message {n}") for k, call in calls]
+            for k, call in enumerate(message.get("tool_calls", ()), 1):
+                hide(call["function"], "name", f"call {k} of message {n}")
             if message["role"] == "tool":
-                places.append((message, "content", f"message {n}, the result of a tool"))
-        for number, (held, name, _) in enumerate(places):
-            held[name] = f"hidden_{number}_"
+                hide(message, "content", f"message {n}, the result of a tool")
         try:
             text = self._render(hidden, offered, prompt=prompt).text
         except UserError:  # the template inspects them
             return
-        for number, (_, _, place) in enumerate(places):
-            if f"hidden_{number}_" not in text:
-                raise UserError(f"its chat template does not write {place}: leave it out, or give another template")
+        if lost := [place for word, place in places.items() if word not in text]:
+            raise UserError(f"its chat template does not write {lost[0]}: leave it out, or give another template")
 
     def _answer(self, messages: Sequence[Message], tools: Sequence[Tool], number: int, text: str) -> Span:
         """Return the span that an answer adds to its prompt, up to a last special token followed only by whitespace."""
@@ -265,11 +268,8 @@ class Jinja:
         shown = after.rstrip()
         end = len(shown if shown.endswith(self.specials) else after)
         if not (after.startswith(before) and text.startswith(after[:end])):
-            raise UserError(
-                f"its chat template writes message {number + 1} differently when it is asked for it, or when more follow, "
-                "so the assistant's tokens cannot be identified: mark them with {% generation %} in chat_template.jinja, or "
-                "give conversations with one answer each"
-            )
+            how = "when it is asked for it, or when more follow: mark answers with {% generation %} in chat_template.jinja"
+            raise UserError(f"its chat template writes message {number + 1} differently {how}")
         return len(before), end
 
     def config(self) -> dict[str, Any]:
@@ -290,28 +290,24 @@ def find_template(tokenizer: Tokenizer, directory: Path | None, *, is_own: bool 
             tokenizer_config.json, perhaps as one of several with names. None means that the tokenizer was made here.
         is_own: whether a run was trained with it, so that the run's tokenizer_config.json has all that it needs.
     """
-    values = {} if directory is None else _read_values(directory / "tokenizer_config.json")
-    named = {} if directory is None else _find_sources(directory, values.get("chat_template"))
-    if directory is None or not named:
+    if directory is None:
+        return _choose_turns(tokenizer)
+    values = _read_values(directory / "tokenizer_config.json")
+    named = _find_sources(directory, values.get("chat_template"))
+    if not named:
         return _choose_turns(tokenizer)
     source, tool_source = named.get("default", OPEN), named.get("tool_use", "")
     for text in (source, tool_source):
         if not isinstance(text, str) or any(mark in text for mark in MARKS):
-            raise UserError(
-                f"the chat_template in {directory} is damaged: it must be a text, or a list with one named default"
-            )
+            raise UserError(f"the chat_template in {directory} is damaged: it must be a text, or one named default")
     tokens = _spell(values)
     if not is_own:
         used = re.findall(r"\b[a-z]+_token\b", source + tool_source)
         known = _find_tokens(tokenizer, directory, values)
         tokens |= {name: text for name, text in _spell(known).items() if name in used}
         if lost := [name for name in used if name not in known and f"{name} is" not in source + tool_source]:
-            warnings.warn(
-                f"the chat template in {directory} uses {lost[0]}, which no file there defines, so that it is empty: "
-                "define it in tokenizer_config.json",
-                UserWarning,
-                stacklevel=2,
-            )
+            message = f"the chat template in {directory} uses {lost[0]}, which no file there defines: it is empty"
+            warnings.warn(message, UserWarning, stacklevel=2)
     return Jinja(source=source, tokens=tokens, specials=tuple(tokenizer.specials), tool_source=tool_source)
 
 
@@ -324,10 +320,8 @@ def _choose_turns(tokenizer: Tokenizer) -> Turns:
     elif tokenizer.end_of_text in specials:
         ours = dataclasses.replace(PLAIN, end=specials[tokenizer.end_of_text], special=True)
     if unknown := [token for token in tokenizer.prefix if token not in specials]:
-        raise UserError(
-            f"the tokenizer begins texts with {tokenizer.decode(unknown[:1])!r}, which is not one of its special "
-            "tokens, so that no chat template can write it: make it one in tokenizer.json, under added_tokens"
-        )
+        begin = repr(tokenizer.decode(unknown[:1]))
+        raise UserError(f"{begin}, with which texts begin, must be a special token in tokenizer.json's added_tokens")
     begin = "".join(specials[token] for token in tokenizer.prefix)
     return dataclasses.replace(ours, begin=begin) if begin else ours
 
@@ -401,11 +395,6 @@ def fingerprint(template: ChatTemplate) -> str:
     later = ("begin", "tool_source")
     held = {name: value for name, value in dataclasses.asdict(template).items() if name not in later or value}
     return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
-
-
-def list_plain_characters() -> str:
-    """Return the characters that the plain template may add to the contents."""
-    return PLAIN.write([{"role": role, "content": ""} for role in ("system", "user", "assistant")]).text
 
 
 @functools.lru_cache(maxsize=4)  # some tokenizers have thousands

@@ -67,7 +67,7 @@ class Tokenizer(Protocol):
 
         `specials` encodes special tokens that are written out in the text as their ids.
         """
-        ...
+        raise UserError("this tokenizer cannot encode conversations: give char, byte, bpe or a tokenizer.json")
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, special tokens included. Invalid UTF-8 becomes U+FFFD."""
@@ -98,10 +98,9 @@ class CharTokenizer(Tokenizer):
         if ids.size and ids.min() < 0:
             unknown = np.unique(codes[ids < 0])
             named = ", ".join(f"{chr(c)!r} (U+{c:04X})" for c in unknown[:8])
-            raise UserError(
-                f"not in this tokenizer's {self.vocab_size} characters: {named}{' and more' if unknown.size > 8 else ''}. "
-                "Leave them out, or train with tokenizer byte or bpe, which know every character."
-            )
+            more = " and more" if unknown.size > 8 else ""
+            remedy = "Leave them out, or train with tokenizer byte or bpe, which know every character."
+            raise UserError(f"not in this tokenizer's {self.vocab_size} characters: {named}{more}. {remedy}")
         return ids
 
     def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -153,10 +152,6 @@ class IdTokenizer(Tokenizer):
             raise UserError(f"token {unknown} is outside the vocabulary, 0 to {self.vocab_size - 1}")
         return np.array(ids, dtype=np.int32)
 
-    def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Raise `UserError`: conversations need a tokenizer of text."""
-        raise UserError("tokenizer ids cannot encode conversations: give char, byte, bpe or a tokenizer.json")
-
     def decode(self, ids: Iterable[int]) -> str:
         """Return the ids as text, separated by spaces."""
         return " ".join(str(int(i)) for i in ids)
@@ -170,9 +165,7 @@ class BPETokenizer(Tokenizer):
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1  # not the number of ids, which may have gaps
         if not 1 <= self.vocab_size <= LARGEST_SIZE:
-            raise UserError(
-                f"its ids go up to {self.vocab_size - 1}: it must have at least one id, all below {LARGEST_SIZE:,}"
-            )
+            raise UserError(f"it has {self.vocab_size:,} ids: needs at least one, all below {LARGEST_SIZE:,}")
         added = self._tokenizer.get_added_tokens_decoder()
         self.specials: Mapping[str, int] = {token.content: i for i, token in added.items() if token.special}
         # Special ones first: in Gemma's vocabulary "</s>" is HTML, not the end of a text.
@@ -183,19 +176,15 @@ class BPETokenizer(Tokenizer):
         first = template.special_tokens_mask.index(0) if 0 in template.special_tokens_mask else 0
         self.prefix = tuple(template.ids[:first])
         # The ids of words, as bytes.
-        self._encode_word = functools.lru_cache(MOST_WORDS)(
-            lambda word: np.array(self._encode_whole(word).ids, np.int32).tobytes()
-        )
+        encode = self._encode_whole
+        self._encode_word = functools.lru_cache(MOST_WORDS)(lambda w: np.array(encode(w).ids, np.int32).tobytes())
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text, word by word if that is known to give the same."""
         if self.is_splittable:
             # The library creates objects for each occurrence of a word, and takes twice the time.
             return np.frombuffer(bytearray().join(map(self._encode_word, split_words(text))), np.int32)
-        _encode_utf8(text)
-        encode, what = self._tokenizer.encode_batch_fast, "the tokenizer cannot read the text"
-        (found,) = _call_library(encode, [text], add_special_tokens=False, what=what)
-        return np.array(found.ids, dtype=np.int32)
+        return np.array(self._encode_whole(text).ids, dtype=np.int32)
 
     @functools.cached_property
     def is_splittable(self) -> bool:  # type: ignore[bad-override]

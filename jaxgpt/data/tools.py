@@ -1,11 +1,7 @@
 """Describe tools, the functions that a model may call, and read calls of them, in the form of OpenAI's requests.
 
 The chat template decides how a call is written, and `offer_tools` learns it from a call that it writes. Templates
-of our own write tools, calls and results as texts, as Hermes and Qwen do::
-
-    <tool_call>
-    {"name": "add", "arguments": {"a": 1, "b": 2}}
-    </tool_call>
+of our own write tools, calls and results as texts, as Hermes and Qwen do: see `spell_out`.
 """
 
 from __future__ import annotations

@@ -10,16 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
-from numpy.typing import ArrayLike
 
 from jaxgpt.config.validate import short_repr
 from jaxgpt.errors import UserError
 from jaxgpt.interventions.model import (
     EDITS,
-    EMBEDDING,
-    PLACES,
     Edit,
     EditedGPT,
+    check_place,
     replace,
     run,
     run_each,
@@ -53,7 +51,6 @@ def ablate_all(
     tokens_BT: Any,
     *,
     by: Literal["zero", "mean"] = "mean",
-    mask_BT: ArrayLike | None = None,
 ) -> Ablations:
     """Return the rise of the loss for each head and each MLP, when only that part is ablated.
 
@@ -62,23 +59,18 @@ def ablate_all(
 
     Args:
         tokens_BT: at least two rows, over which intervals are computed: documents or windows of held-out text.
-        by: replace the part's output by zero, or by its mean over the positions that predict targets that count.
-        mask_BT: bool, targets that count (not padding), for tokens 1, 2 ... of each row, [B, T - 1]. None means all.
+        by: replace the part's output by zero, or by its mean over the positions that predict a target.
     """
     tokens_BT, L, N = np.asarray(tokens_BT), model.config.n_layer, model.config.n_head
     if by not in ("zero", "mean"):
         raise UserError(f"by={by!r}: needs zero or mean")
-    shape = (len(tokens_BT), tokens_BT.shape[-1] - 1)
-    mask = np.ones(shape, bool) if mask_BT is None else np.asarray(mask_BT, bool)
     if len(tokens_BT) < 2:
         raise UserError(f"{len(tokens_BT)} row: give at least 2 for an interval")
-    if mask.shape != shape or not mask.any(axis=1).all():
-        raise UserError(f"mask of shape {list(mask.shape)}: give {list(shape)}, with a target in each row")
     means = {}
     if by == "mean":
         names = [f"h_{layer}/{place}" for layer in range(L) for place in ("heads", "mlp")]
         read = run(model, params, tokens_BT, read=names).activations
-        means = {name: np.asarray(x, np.float32)[:, :-1][mask].mean(axis=0) for name, x in read.items()}
+        means = {name: np.asarray(x, np.float32)[:, :-1].mean(axis=(0, 1)) for name, x in read.items()}
 
     def ablate(place: str, layer: int, head: int | None = None) -> Edit:
         if by == "zero":
@@ -89,38 +81,33 @@ def ablate_all(
     edits = [[], *([ablate("heads", layer, head)] for layer in range(L) for head in range(N))]
     edits += [[ablate("mlp", layer)] for layer in range(L)]
     at_once = max(1, AT_ONCE // tokens_BT.size)
-    row_losses = Partial(_row_losses, tokens_BT, mask)
+    row_losses = Partial(_row_losses, tokens_BT)
     losses = np.asarray(run_each(model, params, tokens_BT, edits, row_losses, at_once=at_once))
     rises = mean_interval(losses[1:] - losses[0])
     heads = MeanInterval(*(x[: L * N].reshape(L, N) for x in rises))
     return Ablations(float(losses[0].mean()), heads, mlps=MeanInterval(*(x[L * N :] for x in rises)))
 
 
-def _row_losses(tokens_BT: jax.Array, mask_BT: jax.Array, logits_BTV: jax.Array) -> jax.Array:
-    return token_losses(logits_BTV, tokens_BT).mean(axis=1, where=mask_BT)
+def _row_losses(tokens_BT: jax.Array, logits_BTV: jax.Array) -> jax.Array:
+    return token_losses(logits_BTV, tokens_BT).mean(axis=1)
 
 
 def patch(model: GPT, params: Params, into_T: Any, source_T: Any, place: str, metric: Metric) -> jax.Array:
     """Return the metric of a text with one activation replaced by another text's: [L, T, N] by head, else [L, T].
 
     Layers before the patch are computed once for all patches. Sources: Vig et al. 2020, arXiv:2004.12265, Meng et al.
-    2022, arXiv:2202.05262, and by heads, Wang et al. 2022, arXiv:2211.00593.
+    2022, arXiv:2202.05262, and by heads, Wang et al. 2022, arXiv:2211.00593. Raises `UserError` for an unknown place, or
+    tokens that the model does not have.
 
     Args:
         into_T: token ids of the text that is patched.
         source_T: token ids of the text that the activations come from, as many.
         place: where, in each layer (`model.PLACES`): "heads", "queries" or "pattern" by head, "keys" or "values" by
             key/value head, "attention", "middle", "units", "mlp" or "stream" by token.
-        metric: a function of the next token's logits_V. Give the same one again to use the compiled programs again.
-
-    Example:
-        >>> difference_LTN = patch(model, params, corrupted_T, clean_T, "heads", lambda z_V: z_V[right] - z_V[wrong])
-
-    Raises:
-        UserError: for an unknown place, or tokens that the model does not have.
+        metric: a function of the next token's logits_V, such as `lambda z_V: z_V[right] - z_V[wrong]`. Give the same one
+            again to use the compiled programs again.
     """
-    if place not in PLACES or place == EMBEDDING:
-        raise UserError(f"place={place!r}: needs one of {', '.join(PLACES[1:])}")
+    check_place(model.config, f"h_0/{place}")
     if np.ndim(into_T) != 1 or np.shape(into_T) != np.shape(source_T):
         raise UserError(f"tokens of shapes {list(np.shape(into_T))} and {list(np.shape(source_T))}: give [T] twice")
     model, params = unroll(model, params | {EDITS: {}})

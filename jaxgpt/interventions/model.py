@@ -24,6 +24,7 @@ from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.block import Block
 from jaxgpt.layers.mlp import MLP
 from jaxgpt.model import GPT, GPTConfig
+from jaxgpt.sample.programs import check_ids
 from jaxgpt.sample.quantize import multiply_by_decode_matrix, unstack_layers
 from jaxgpt.train import Params
 
@@ -86,23 +87,12 @@ def add(
     return Edit(place=place, layer=layer, index=index, positions=positions, add=vector)
 
 
+@functools.cache
 def place_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of the activations of one token at each place, by name. A pattern's is [N, 1] for any keys.
 
     A configuration of a user's own has the places that its modules pass through.
     """
-    if config.is_foreign:
-        return _traced_shapes(config)
-    c, sizes = config, config.shape
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(PLACES[1:], (c.n_embd,))
-    shapes |= {"pattern": (c.n_head, 1), "units": (sizes.mlp_dim,)}
-    shapes |= dict.fromkeys(("queries", "heads"), (c.n_head, sizes.head_dim))
-    shapes |= dict.fromkeys(("keys", "values"), (sizes.n_kv_head, sizes.head_dim))
-    return {EMBEDDING: (c.n_embd,)} | {f"h_{i}/{place}": shapes[place] for place in shapes for i in range(c.n_layer)}
-
-
-@functools.cache
-def _traced_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     names = (EMBEDDING, *(f"h_{i}/{place}" for place in PLACES[1:] for i in range(config.n_layer)))
     model = EditedGPT(dataclasses.replace(config, remat="none", scan_layers=False), read=names)
     token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
@@ -110,28 +100,29 @@ def _traced_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     return {name: found[name].shape[2:] for name in names if name in found}
 
 
+def check_place(config: GPTConfig, name: str) -> None:
+    """Raise `UserError` for the name of a place that the model does not have."""
+    known = place_shapes(config)
+    if name not in known:
+        places = dict.fromkeys(known_name.rpartition("/")[2] for known_name in known)
+        last = config.n_layer - 1
+        raise UserError(f"{name!r}: give the form h_0/PLACE, to h_{last}, with one of {', '.join(places)}")
+
+
 def edit_arrays(config: GPTConfig, *sets: Sequence[Edit]) -> EditArrays:
     """Return the factors and terms of sets of edits, stacked. The edits of a set are applied in their order.
 
     The axis after the axis of the sets is the position. The last of its P + 1 rows is for position P and all later ones.
-
-    Raises:
-        UserError: for a place, layer, index, position or shape that the model does not have.
+    Raises `UserError` for what the model does not have.
     """
-    known, sizes, checked = place_shapes(config), {}, []
+    sizes, checked = {}, []
     for number, edit in ((number, edit) for number, edits in enumerate(sets) for edit in edits):
-        if edit.place not in PLACES:
-            raise UserError(f"place={edit.place!r}: needs one of {', '.join(PLACES)}")
-        is_first, term = edit.place == EMBEDDING, np.asarray(edit.add, np.float32)
-        name = EMBEDDING if is_first else f"h_{edit.layer}/{edit.place}"
-        if name not in known or (is_first and edit.layer is not None):
-            needed = "no layer" if is_first else f"a layer from 0 to {config.n_layer - 1}"
-            if config.is_foreign and not is_first:
-                needed = f"one of {', '.join(known)}, the places that {type(config).__name__} has"
-            raise UserError(f"{edit.place}, layer={edit.layer!r}: needs {needed}")
+        has_no_layer, term = edit.place == EMBEDDING and edit.layer is None, np.asarray(edit.add, np.float32)
+        name = EMBEDDING if has_no_layer else f"h_{edit.layer}/{edit.place}"
+        check_place(config, name)
         if not np.isfinite(edit.keep) or not np.isfinite(term).all():
             raise UserError(f"{name}: give finite numbers")
-        shape = known[name]
+        shape = place_shapes(config)[name]
         if edit.place == "pattern" and term.ndim > 1:
             shape = (shape[0], term.shape[-1])
         index = _integers(edit.index, shape[0], f"{name}, index")
@@ -183,14 +174,7 @@ RESULTS: dict[tuple[type[nn.Module], str], str] = {
 def edit(model: GPT, params: Params, edits: Sequence[Edit]) -> tuple[EditedGPT, Params]:
     """Return the model under edits, with its parameters: it is trained, sampled and scored as any other.
 
-    They replace earlier edits of the model.
-
-    Example:
-        >>> model, params = edit(run.model, run.params, [zero("heads", 1, index=3), scale("mlp", 0, by=0.5)])
-        >>> logits_BTV = model.apply({"params": params}, tokens_BT)
-
-    Raises:
-        UserError: for a place, layer, index, position or shape that the model does not have.
+    They replace earlier edits of the model. Raises `UserError` for a place, index, position or shape that it does not have.
     """
     model, params = unroll(model, params)
     return model, params | {EDITS: jax.tree.map(lambda x: jnp.asarray(x[0]), edit_arrays(model.config, edits))}
@@ -199,9 +183,7 @@ def edit(model: GPT, params: Params, edits: Sequence[Edit]) -> tuple[EditedGPT, 
 def unroll(model: GPT, params: Params) -> tuple[EditedGPT, Params]:
     """Return the model as an `EditedGPT`, with its edits, and without scan and remat, in which nothing can be edited."""
     if type(model) not in (GPT, EditedGPT):
-        raise UserError(
-            f"{type(model).__name__}: activations are read and edited in a GPT, not in another class of model"
-        )
+        raise UserError(f"{type(model).__name__}: activations are read and edited in a GPT only")
     model, params = unstack_layers(model, params)
     return EditedGPT(dataclasses.replace(model.config, remat="none"), model.dtype, model.attention_fn), params
 
@@ -217,19 +199,14 @@ class EditedGPT(GPT):
     read: tuple[str, ...] = ()  # names of places, kept in the collection "activations"
 
     def hidden_states(
-        self,
-        tokens_BT: jax.Array,
-        *,
-        positions_BT: jax.Array | None = None,
-        segments_BT: jax.Array | None = None,
-        train: bool = False,
+        self, tokens_BT: jax.Array, *, positions_BT: jax.Array | None = None, **options: Any
     ) -> jax.Array:
         """Return the edited model's hidden states. Arguments: see `GPT.hidden_states`."""
         patterns = [name for name in self.edit_arrays() if name.endswith("/pattern")]
         if positions_BT is not None and patterns:  # keys and values of earlier tokens are in a cache
             raise UserError(f"{patterns[0]}: a pattern cannot be edited while text is generated; edit heads or values")
         with nn.intercept_methods(multiply_by_decode_matrix), nn.intercept_methods(self.editor()):
-            return super().hidden_states(tokens_BT, positions_BT=positions_BT, segments_BT=segments_BT, train=train)
+            return super().hidden_states(tokens_BT, positions_BT=positions_BT, **options)
 
     def unembed(self, x_BTD: jax.Array) -> jax.Array:
         """Return logits_BTV of hidden states."""
@@ -287,9 +264,8 @@ class EditedGPT(GPT):
                 args = (touch(f"{layer}heads", args[0]), *args[1:])
             out = call(*args, **kwargs)
             if isinstance(module, Attention) and method == "project":
-                return tuple(
-                    touch(layer + place, x) for place, x in zip(("queries", "keys", "values"), out, strict=True)
-                )
+                q_BTNH, k_BSKH, v_BSKH = out
+                return touch(f"{layer}queries", q_BTNH), touch(f"{layer}keys", k_BSKH), touch(f"{layer}values", v_BSKH)
             if method == "__call__" and module.path[1:] in (("attn",), ("mlp",)):
                 out = touch(layer + {"attn": "attention", "mlp": "mlp"}[module.path[1]], out)
             for (kind, of), place in RESULTS.items():
@@ -309,20 +285,16 @@ class Forward(NamedTuple):
 
 
 def run(model: GPT, params: Params, tokens_BT: Any, edits: Sequence[Edit] = (), *, read: Sequence[str] = ()) -> Forward:
-    """Return logits and activations of a model under edits.
+    """Return logits and activations of a model under edits. Raises `UserError` for what the model does not have.
 
     Args:
         tokens_BT: token ids, at most block_size per row.
         edits: applied in their order.
         read: names of the activations to return, after the edits: "embedding", "h_0/heads" ... (see `PLACES`).
-
-    Raises:
-        UserError: for a place, layer, index, position or shape that the model does not have.
     """
     model, params = unroll(model, params)
-    for name in set(read) - place_shapes(model.config).keys():
-        last, places = model.config.n_layer - 1, dict.fromkeys(x.split("/")[-1] for x in place_shapes(model.config))
-        raise UserError(f"read={name!r}: give the form h_0/heads, to h_{last}, with one of {', '.join(places)}")
+    for name in read:
+        check_place(model.config, name)
     tokens_BT = check_tokens(model, tokens_BT)
     arrays = jax.tree.map(lambda x: x[0], edit_arrays(model.config, edits))
     return forward(model.clone(read=tuple(read)), params | {EDITS: arrays}, tokens_BT)
@@ -366,11 +338,10 @@ def token_losses(logits_BTV: jax.Array, tokens_BT: Any) -> jax.Array:
 def check_tokens(model: GPT, tokens_BT: Any) -> jax.Array:
     """Return token ids as int32. Raises `UserError` for what the model cannot read."""
     tokens_BT = np.asarray(tokens_BT)
-    if tokens_BT.ndim != 2 or not tokens_BT.size or tokens_BT.dtype.kind not in "iu":
-        raise UserError(f"tokens of shape {list(tokens_BT.shape)}, {tokens_BT.dtype}: give integers, [B, T]")
-    if model.config.vocab_size is not None and not 0 <= tokens_BT.min() <= tokens_BT.max() < model.config.vocab_size:
-        raise UserError(f"tokens from {tokens_BT.min()} to {tokens_BT.max()}: give 0 to {model.config.vocab_size - 1}")
-    model.check_length(tokens := jnp.asarray(tokens_BT, jnp.int32))
+    if tokens_BT.ndim != 2 or not tokens_BT.size:
+        raise UserError(f"tokens of shape {list(tokens_BT.shape)}: give [B, T]")
+    tokens = jnp.asarray(check_ids(model, tokens_BT.ravel(), "tokens_BT").reshape(tokens_BT.shape))
+    model.check_length(tokens)
     return tokens
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from jaxgpt.config.validate import (
     LARGEST_SIZE,
@@ -16,13 +16,9 @@ from jaxgpt.config.validate import (
     PositiveInt,
     check_count,
     check_fields,
-    check_value,
     short,
 )
 from jaxgpt.errors import UserError
-
-if TYPE_CHECKING:
-    from jaxgpt.sample.grammar import Grammar
 
 Precision = Literal["float32", "bfloat16", "int8"]  #: dtype of weights, and of keys and values, for sampling
 MAX_NEW_TOKENS = 400  # default length of a sample
@@ -37,8 +33,7 @@ class Sampling:
 
     They apply in transformers' order: penalties, biases, temperature, top_k, top_p, min_p. None leaves one out.
 
-    >>> Sampling(temperature=0.8, top_p=0.9).has_penalty
-    False
+    >>> sampling = Sampling(temperature=0.8, top_p=0.9)
     """
 
     # divisor of the logits: below 1 is safer, above 1 bolder, 0 (below 1e-6) greedy. None means 1, or a run's
@@ -63,16 +58,10 @@ class Sampling:
     def __post_init__(self) -> None:
         """Check the fields."""
         check_fields(self)
-        ids = [i for i, _ in self.logit_bias]
-        if len(set(ids)) < len(ids) or len(ids) > MAX_BIASES or any(i < 0 for i in ids):
-            raise UserError(f"logit_bias={short(self.logit_bias)}: needs at most {MAX_BIASES} ids of tokens, each once")
-        if bad := [bias for _, bias in self.logit_bias if not -100 <= bias <= 100]:
-            raise UserError(f"logit_bias={short(bad[0])}: needs numbers from -100 to 100")
-
-    @property
-    def has_penalty(self) -> bool:
-        """Return whether tokens that were seen must be counted."""
-        return not (self.repetition_penalty is self.frequency_penalty is self.presence_penalty is None)
+        is_right = all(i >= 0 and -100 <= bias <= 100 for i, bias in self.logit_bias)
+        if not is_right or not len(dict(self.logit_bias)) == len(self.logit_bias) <= MAX_BIASES:
+            needed = f"needs at most {MAX_BIASES} ids of tokens, each once, and numbers from -100 to 100"
+            raise UserError(f"logit_bias={short(self.logit_bias)}: {needed}")
 
 
 FILTERS = tuple(field.name for field in dataclasses.fields(Sampling) if field.name != "greedy")
@@ -85,23 +74,18 @@ class Decoding:
     >>> decoding = Decoding(max_new_tokens=100, sampling=Sampling(top_k=40))
     """
 
-    max_new_tokens: int  # most tokens of a completion, at least 1
+    max_new_tokens: PositiveInt  # most tokens of a completion, at least 1
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     stop_tokens: Sequence[int] = ()  # ids. A completion ends before the first of them
-    vocab_size: int | None = None  # ids from this on, padding of the vocabulary, are never drawn. None means no padding
+    vocab_size: PositiveInt | None = None  # ids from this on, padding, are never drawn. None means no padding
     cache_dtype: Precision | None = None  # dtype of keys and values, int8 a quarter of float32. None means the model's
-    bucket: int = BUCKET  # tokens that the cache has room for, doubled as needed: other lengths rarely recompile
+    bucket: PositiveInt = BUCKET  # tokens that the cache has room for, doubled as needed so that few lengths recompile
     logprobs: bool = False  # also return log-probabilities of generated and prompt tokens
-    slots: int | None = None  # prompts decoded together. Another number may round a logit differently. None means all
-    grammar: Grammar | None = None  # what each completion must match: see `compile_grammar`. None means any text
+    slots: PositiveInt | None = None  # prompts decoded together: another number may round otherwise. None means all
+    grammar: Any = None  # a `Grammar` that each completion must match: see `compile_grammar`. None means any text
 
     def __post_init__(self) -> None:
         """Check the fields. Convert ids and counts to Python's."""
-        check_value("sampling", self.sampling, Sampling)
-        for name in ("max_new_tokens", "vocab_size", "bucket", "slots"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, check_count(name, value))
         stop_tokens = tuple(check_count("stop_tokens", i, 0, LARGEST_SIZE) for i in self.stop_tokens)
         object.__setattr__(self, "stop_tokens", stop_tokens)
-        if self.cache_dtype not in (None, *get_args(Precision)):
-            raise UserError(f"cache_dtype={self.cache_dtype!r}: needs one of {', '.join(get_args(Precision))}")
+        check_fields(self)

@@ -1,9 +1,7 @@
 """Continuous batching: requests enter and leave the slots of one decoding state at any time.
 
-The settings of a request are arrays among the inputs, so nothing is compiled for it. The programs are in `sample.programs`,
-and no row of a batch depends on another: with a fixed number of rows each gives the same bits whatever else runs. The
-engine has no threads of its own. One thread calls it. `generate` and `stream` continue a batch of prompts with an
-engine of their own.
+The programs are in `sample.programs`, and no row of a batch depends on another: with a fixed number of rows each gives
+the same bits whatever else runs. The engine has no threads of its own. One thread calls it.
 """
 
 from __future__ import annotations
@@ -22,15 +20,16 @@ from jaxgpt.config.validate import check_count, short_repr
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
-from jaxgpt.sample import BUCKET, Decoding, Precision, Sampling, programs
+from jaxgpt.sample import Decoding, Precision, Sampling, programs
 from jaxgpt.sample.filters import SamplingRows
-from jaxgpt.sample.grammar import Constraint, Grammar
+from jaxgpt.sample.grammar import Grammar
 from jaxgpt.sample.programs import cache_columns, check_ids, check_prompt, chunk_size, next_bucket
 from jaxgpt.sample.quantize import check_model_type, lay_out_once
-from jaxgpt.sample.score import score
+from jaxgpt.sample.score import pair_up, score
 
 BURST = 64  # most tokens that one call of `decode` draws in each slot
 MAX_STOPS = 8  # stop tokens of a request
+CONTEXT = 64  # last ids of a prompt with which new ones are decoded: all of thousands would take milliseconds each time
 UNFINISHED = "\ufffd"  # how decoded text ends if the last bytes are an incomplete character
 
 
@@ -68,7 +67,7 @@ class _Slot:
     tokens: list[int]  # prompt and completion
     left: int  # tokens still to draw
     first: int = 0  # the token at position 0
-    constraint: Constraint | None = None
+    constraint: Grammar | None = None
 
 
 class Engine:
@@ -91,8 +90,7 @@ class Engine:
         """Allocate the state.
 
         Args:
-            model: a GPT. With `params`, see `for_decoding`.
-            params: its parameters.
+            model, params: a GPT and its parameters. See `for_decoding`.
             slots: requests that are decoded together.
             vocab_size: ids from this number on are never drawn. None means that all may be drawn.
             cache_dtype: the dtype of keys and values. None means the model's.
@@ -117,7 +115,6 @@ class Engine:
         )
         self._prefixes = programs.PrefixStore(prefix_bytes if programs.is_columns(self._scratch) else 0)
         self._slots: list[_Slot | None] = [None] * slots
-        self._allow_all = np.full((slots, self.vocab_size // 32 + 1), 2**32 - 1, np.uint32)
         self._cached = [0] * slots  # tokens of each prompt with keys and values that were not computed again
         self._waiting: collections.deque[_Slot] = collections.deque()
         self._reading: Iterator[programs.Chunk] | None = None  # chunks of the first prompt that waits
@@ -205,17 +202,12 @@ class Engine:
             self._resize(self._sizes[at])
         running = [(row, found) for row, found in enumerate(self._rows) if found is not None]
         steps = min(burst, BURST, max(found.left for _, found in running))
-        allowed_BW = self._allow_all[: len(self._rows)]
-        if is_masked := any(found.constraint is not None for _, found in running):
-            steps, allowed_BW = 1, allowed_BW.copy()
-            for row, found in running:
-                if found.constraint is not None:
-                    found.constraint.fill(allowed_BW[row], found.request.stop_tokens)
-        self._state, drawn = programs.decode(
-            self.model, self.params, self._state, np.int32(steps), BURST, allowed_BW, np.bool_(is_masked)
-        )
-        if all(found.request.top_logprobs is None for _, found in running):
-            drawn = drawn.replace(top=None)  # which stays on the device
+        allowed_BW = np.full((len(self._rows), self.vocab_size // 32 + 1), 2**32 - 1, np.uint32)
+        for row, found in running:
+            if found.constraint is not None:
+                found.constraint.fill(allowed_BW[row], found.request.stop_tokens)
+                steps = 1
+        self._state, drawn = programs.decode(self.model, self.params, self._state, np.int32(steps), BURST, allowed_BW)
         drawn, pieces, block_size = jax.device_get(drawn), [], self.model.config.block_size
         for row, found in running:
             count = int(drawn.count_B[row])
@@ -235,10 +227,10 @@ class Engine:
                 found.first = len(found.tokens) - max(block_size // 2, 1)
                 self._waiting.append(found)
                 self._rows[row] = None
-            if drawn.top is not None and (wanted := found.request.top_logprobs) is not None:
-                logprobs = drawn.top.logprobs_BN[row, :count].tolist()
-                ids, best = drawn.top.ids_BNA[row, :count, :wanted], drawn.top.logprobs_BNA[row, :count, :wanted]
-                top = [list(zip(i.tolist(), p.tolist(), strict=True)) for i, p in zip(ids, best, strict=True)]
+            wanted = found.request.top_logprobs
+            if wanted is not None:
+                logprobs = drawn.logprobs_BN[row, :count].tolist()
+                top = pair_up(drawn.top_ids_BNA[row, :count, :wanted], drawn.top_logprobs_BNA[row, :count, :wanted])
             if tokens or finish:
                 pieces.append(Piece(found.number, tokens, logprobs, top, finish))
         return pieces
@@ -264,10 +256,9 @@ class Engine:
         self._waiting.popleft()
         # The values of the slot are NumPy's: they go to the device with the call.
         request, number, seen_V = found.request, np.int32, np.zeros(self.vocab_size, np.int32)
-        if request.sampling.has_penalty:
-            prompt, drawn = np.split(np.asarray(found.tokens), [len(request.prompt)])
-            seen_V[prompt[prompt < self.vocab_size]] = 1
-            np.add.at(seen_V, drawn, 2)
+        prompt, drawn = np.split(np.asarray(found.tokens), [len(request.prompt)])
+        seen_V[prompt[prompt < self.vocab_size]] = 1
+        np.add.at(seen_V, drawn, 2)
         values: dict[str, Any] = {
             "token_B": number(found.tokens[-1]),
             "position_B": number(len(found.tokens) - found.first - 1),
@@ -307,13 +298,8 @@ def generate(
     key: jax.Array,
     max_new_tokens: int,
     sampling: Sampling | None = None,
-    stop_tokens: Sequence[int] = (),
     logprobs: bool = False,
-    vocab_size: int | None = None,
-    cache_dtype: Precision | None = None,
-    bucket: int = BUCKET,
-    slots: int | None = None,
-    grammar: Grammar | None = None,
+    **options: Any,
 ) -> Generated:
     """Continue each prompt, a list of ids of any length, by up to `max_new_tokens` ids.
 
@@ -327,21 +313,13 @@ def generate(
             both forms until the trained ones are freed. To hold one, call `for_decoding` with `donate`.
         prompts: lists of ids, none empty, else `UserError`. Beyond block_size only the end is read, with a warning.
         key: the key of all draws. Each prompt has its own, derived from it and from how many equal prompts come before it.
-        max_new_tokens: at least 1. It and the other arguments are the fields of `Decoding`.
+        max_new_tokens: most tokens of a completion, at least 1.
         sampling: filters of the logits. None means the model's own distribution.
+        logprobs: also return log-probabilities of generated and prompt tokens.
+        options: other fields of `Decoding`: stop_tokens, vocab_size, cache_dtype, bucket, slots and grammar.
     """
-    decoding = Decoding(
-        max_new_tokens=max_new_tokens,
-        sampling=sampling or Sampling(),
-        stop_tokens=stop_tokens,
-        logprobs=logprobs,
-        vocab_size=vocab_size,
-        cache_dtype=cache_dtype,
-        bucket=bucket,
-        slots=slots,
-        grammar=grammar,
-    )
-    ((tokens, drawn),) = _decode(model, params, prompts, decoding, key, None)
+    how = {"max_new_tokens": max_new_tokens, "sampling": sampling or Sampling(), "logprobs": logprobs}
+    ((tokens, drawn),) = _decode(model, params, prompts, Decoding(**how, **options), key, None)
     if not logprobs:
         return Generated(tokens=tokens)
     read = score(model, params, [prompt[-model.config.block_size :] for prompt in prompts])
@@ -360,8 +338,7 @@ def stream(
     """Continue prompts like `generate`, by the same compiled programs, but yield new ids as they are drawn.
 
     Each item is a list of new ids for each prompt. Joined, they are what `generate` returns. `every` is the most tokens
-    of an item in each list, but the first has one. None means one item, at the end. Other arguments: see `generate`.
-    They are checked at the first `next`.
+    of an item in each list, but the first has one. None means one item, at the end. Others are checked at the first one.
     """
     for tokens, _ in _decode(model, params, prompts, decoding, key, every):
         yield tokens
@@ -454,12 +431,12 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Sequence[int] = ()):
         """Start with the ids of a prompt, none for a text of its own. Raise `UserError` for an empty stop string."""
-        self._stop = [stop] if isinstance(stop, str) else list(stop)
+        self._stop = [stop] if isinstance(stop, str) else stop
         if "" in self._stop:
             raise UserError("a stop string is empty: every text contains it; give at least one character, or none")
-        self.stopped = False
+        self.stopped, self.length = False, 0  # length: characters of the new ids, with those held back
         self._tokenizer = tokenizer
-        self._ids = _find_context(tokenizer, prompt)
+        self._ids = [int(i) for i in prompt[-CONTEXT:]]
         # Each call decodes the ids from `context` on, of which those before `shown` have been returned. A new id must
         # not come first: decoders treat the first id of a list differently (a leading space).
         self._context, self._shown = 0, len(self._ids)
@@ -491,6 +468,7 @@ class Detokenizer:
 
     def _release(self, new: str, *, is_last: bool = False) -> str:
         """Return the part of the held and the new text that no further id can change. Hold the rest back."""
+        self.length += len(new)
         text = self._held + new
         starts = [text.find(stop) for stop in self._stop if stop in text]
         # All but the longest end of the text that begins a stop string.
@@ -498,15 +476,6 @@ class Detokenizer:
         self.stopped, cut = bool(starts), min(starts, default=len(text) - max(lengths, default=0))
         self._held = "" if starts else text[cut:]
         return text[:cut]
-
-
-def _find_context(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
-    """Return the last ids of a prompt, from the beginning of a character on, that have a text."""
-    size = 8
-    # Decoding a prompt of thousands of ids for each of many choices would take seconds.
-    while size < len(prompt) and tokenizer.decode(prompt[-size:])[:1] in ("", UNFINISHED):
-        size *= 2
-    return [int(i) for i in prompt[-size:]]
 
 
 def iter_text(

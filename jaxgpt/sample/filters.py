@@ -56,28 +56,12 @@ class SamplingRows(flax.struct.PyTreeNode):
         columns: Any = (np.array(column, dtype) for column, dtype in zip(zip(*rows, strict=True), types, strict=True))
         return SamplingRows(*columns)
 
-    @property
-    def has_penalty(self) -> jax.Array:
-        """Return whether any row has a penalty for tokens that it has seen, bool."""
-        return ((self.repetition_B != 1) | (self.frequency_B != 0) | (self.presence_B != 0)).any()
-
-    def where(self, active_B: jax.Array) -> SamplingRows:
-        """Return the rows, with inactive ones greedy and without filters, so that no filter runs for them."""
-        idle = SamplingRows.stack([Sampling(greedy=True)])
-        return jax.tree.map(
-            # The biases themselves are read for a row that is biased, and else cost nothing.
-            lambda value_B, idle_1: jnp.where(active_B, value_B, idle_1) if value_B.ndim == 1 else value_B,
-            self,
-            idle,
-        )
-
     def draw(self, logits_BV: jax.Array, keys_B: jax.Array, seen_BV: jax.Array | None = None) -> jax.Array:
         """Draw one token for each row with its own key: token_B, int32. The penalties need `seen_BV`."""
         logits_BV = self.adjust(logits_BV, seen_BV)
         likeliest_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-        drawn_B = jax.lax.cond(
-            self.is_greedy_B.all(), lambda: likeliest_B, lambda: draw(self._softmax(logits_BV), keys_B)
-        )
+        all_greedy = self.is_greedy_B.all()
+        drawn_B = jax.lax.cond(all_greedy, lambda: likeliest_B, lambda: draw(self._softmax(logits_BV), keys_B))
         return jnp.where(self.is_greedy_B, likeliest_B, drawn_B)
 
     def probabilities(self, logits_BV: jax.Array, seen_BV: jax.Array | None = None) -> jax.Array:

@@ -6,7 +6,6 @@ broadest support of JSON Schema. The host computes a mask before each step, in m
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from collections.abc import Sequence
@@ -25,16 +24,46 @@ LONGEST = 2**16  # characters of a grammar. The time to compile one may grow wit
 PROBED = 4  # tokens by which an expression that grows without bounds is found out
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Grammar:
-    """A rule that a completion must match, compiled for one tokenizer."""
+    """A rule that a completion must match, compiled for one tokenizer, and what has been matched so far."""
 
-    matcher: Any  # llguidance's, before the first token
-    vocab_size: int  # number of tokens
+    def __init__(self, matcher: Any, vocab_size: int):
+        """Start with what llguidance's matcher has matched. vocab_size: number of tokens."""
+        self._matcher, self._vocab_size = matcher, vocab_size
 
-    def start(self) -> Constraint:
-        """Return the state of a completion without tokens. It is a copy, which takes microseconds."""
-        return Constraint(self.matcher.deep_copy(), self.vocab_size)
+    def start(self) -> Grammar:
+        """Return a copy for one completion, which takes microseconds."""
+        return Grammar(self._matcher.deep_copy(), self._vocab_size)
+
+    @property
+    def error(self) -> str:
+        """Return why nothing can match, or an empty text if something can."""
+        return self._matcher.get_error()
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether nothing can follow."""
+        return self._matcher.is_stopped()
+
+    def allowed(self) -> list[int]:
+        """Return the tokens that may be next."""
+        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+        return np.flatnonzero(bits[: self._vocab_size]).tolist()
+
+    def fill(self, allowed_W: np.ndarray, ends: Sequence[int]) -> None:
+        """Write the mask of the next token, bits of uint32. ends: ids that end the completion."""
+        bits, last = bytearray(self._matcher.compute_bitmask()), self._vocab_size
+        if bits[last // 8] >> last % 8 & 1:
+            bits[last // 8] ^= 1 << last % 8
+            for i in ends:
+                bits[i // 8] |= 1 << i % 8
+        words = np.frombuffer(bits, np.uint32)
+        allowed_W[: len(words)] = words
+        allowed_W[len(words) :] = 0
+
+    def push(self, token: int) -> None:
+        """Take the next token."""
+        self._matcher.consume_token(token)
 
 
 def compile_grammar(
@@ -84,8 +113,8 @@ def compile_grammar(
     if len(text) > LONGEST:
         raise UserError(f"{name} has {len(text):,} characters as a grammar: needs at most {LONGEST:,}")
     matcher = LLMatcher(words, text, log_level=0)
-    found, start = Grammar(matcher=matcher, vocab_size=tokenizer.vocab_size), Constraint(matcher, tokenizer.vocab_size)
-    if not (start.error or start.allowed() or matcher.is_accepting()):  # the copies keep this first mask
+    found = Grammar(matcher, tokenizer.vocab_size)
+    if not (found.error or found.allowed() or matcher.is_accepting()):  # the copies keep this first mask
         raise UserError(f"{name} cannot be followed: this tokenizer has no token with which it could begin")
     start = found.start()
     for _ in range(PROBED):
@@ -153,41 +182,3 @@ class _Words:
                 break
             ids += found
         return ids
-
-
-class Constraint:
-    """What one completion has matched so far."""
-
-    def __init__(self, matcher: Any, vocab_size: int):
-        """Start with what llguidance's matcher has matched. vocab_size: number of tokens."""
-        self._matcher, self._vocab_size = matcher, vocab_size
-
-    @property
-    def error(self) -> str:
-        """Return why nothing can match, or an empty text if something can."""
-        return self._matcher.get_error()
-
-    @property
-    def is_complete(self) -> bool:
-        """Return whether nothing can follow."""
-        return self._matcher.is_stopped()
-
-    def allowed(self) -> list[int]:
-        """Return the tokens that may be next."""
-        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
-        return np.flatnonzero(bits[: self._vocab_size]).tolist()
-
-    def fill(self, allowed_W: np.ndarray, ends: Sequence[int]) -> None:
-        """Write the mask of the next token, bits of uint32. ends: ids that end the completion."""
-        bits, last = bytearray(self._matcher.compute_bitmask()), self._vocab_size
-        if bits[last // 8] >> last % 8 & 1:
-            bits[last // 8] ^= 1 << last % 8
-            for i in ends:
-                bits[i // 8] |= 1 << i % 8
-        words = np.frombuffer(bits, np.uint32)
-        allowed_W[: len(words)] = words
-        allowed_W[len(words) :] = 0
-
-    def push(self, token: int) -> None:
-        """Take the next token."""
-        self._matcher.consume_token(token)

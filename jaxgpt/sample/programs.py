@@ -17,7 +17,6 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 from jax.typing import ArrayLike
 
 from jaxgpt.config.validate import LARGEST_SIZE, short
@@ -33,7 +32,6 @@ Cache = Any  # linen's collection "cache", or the tokens of a model without one:
 MAX_TOP = 20  # most alternatives with log-probabilities in a request, as in OpenAI's interface
 NO_STOP = -1  # pads stop tokens, and is never drawn
 CHUNK = 64  # tokens of a prompt that are read at a time: on two CPU cores 256 are no faster for each token
-DEEP = 16  # blocks from which on the start of a program on CPU counts more than its speed with prompts
 BLOCK = 128  # columns of the cache that attention reads at a time on CPU: 64 cost a fifth of the speed at 8 rows
 
 
@@ -100,8 +98,8 @@ def cache_columns(model: GPT, tokens: int | None = None) -> int:
 def keeps_cache(config: GPTConfig) -> bool:
     """Return whether decoding keeps what it needs of earlier tokens. If not, say once that it computes them again."""
     if config.is_foreign and not config.has_cache:
-        why = f"{type(config).__name__}.has_cache is False"
-        LOG.warning("%s: each token computes its context again, since %s", type(config).__name__, why)
+        name = type(config).__name__
+        LOG.warning("%s: each token computes its context again, since %s.has_cache is False", name, name)
         return False
     return True
 
@@ -218,20 +216,17 @@ class DecodeState(flax.struct.PyTreeNode):
 
 
 class Drawn(flax.struct.PyTreeNode):
-    """The tokens of one burst of up to N. Rows are valid up to their count."""
+    """The tokens of one burst of up to N. Rows are valid up to their count.
 
-    tokens_BN: jax.Array
+    Log-probabilities are in nats, from the logits before temperature and filters. They are 0 unless requested.
+    """
+
     count_B: jax.Array  # int32, without the stop token
     stopped_B: jax.Array  # bool: a stop token was drawn
-    top: Top | None
-
-
-class Top(NamedTuple):
-    """Log-probabilities in nats, from the logits before temperature and filters. They are 0 unless requested."""
-
+    tokens_BN: jax.Array
     logprobs_BN: jax.Array
-    ids_BNA: jax.Array  # the A = min(MAX_TOP, V) most probable, best first
-    logprobs_BNA: jax.Array
+    top_ids_BNA: jax.Array  # the A = min(MAX_TOP, V) most probable, best first
+    top_logprobs_BNA: jax.Array
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), keep_unused=True)
@@ -248,45 +243,12 @@ def allocate_rows(like: jax.Array, slots: int, stops: int, vocab_size: int) -> R
     return Rows(zeros, zeros, zeros, zeros, keys, sampling, stops_BE, zeros - 1, seen_BV)
 
 
-def prefill(model: GPT, params: dict, cache: Cache, tokens_1T: ArrayLike, start: ArrayLike, length: ArrayLike) -> Cache:
-    """Read a chunk of one prompt, from position `start` on, into a cache of one row. Padding follows `length` tokens.
-
-    On CPU the blocks of a deep model are one program, called for each: a start of 30 layers then compiles for
-    seconds less, and a chunk takes a quarter longer to read.
-    """
-    has_equal_blocks = type(model) is GPT and not model.config.is_foreign and not model.config.scan_layers
-    if jax.default_backend() != "cpu" or not has_equal_blocks or model.config.n_layer < DEEP:
-        return _prefill_at_once(model, params, cache, tokens_1T, start, length)
-    x_1TD, positions_1T, segments_1T = _embed(model, params, tokens_1T, start, length)
-    for layer in range(model.config.n_layer):
-        name, block = f"h_{layer}", model.config.make_block(layer, model.compute)
-        arrays = params[name], cache[name], x_1TD, positions_1T, segments_1T
-        x_1TD, cache[name] = _run_block(block, *arrays)
-    return cache
-
-
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _prefill_at_once(
-    model: GPT, params: dict, cache: Cache, tokens_1T: jax.Array, start: jax.Array, length: jax.Array
-) -> Cache:
-    return read(model, params, cache, tokens_1T, *_place(tokens_1T, start, length))[1]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _embed(model: GPT, params: dict, tokens_1T: jax.Array, start: jax.Array, length: jax.Array) -> tuple[Any, ...]:
-    positions_1T, segments_1T = _place(tokens_1T, start, length)
-    return apply_model(model, params, tokens_1T, positions_1T, method="embed"), positions_1T, segments_1T
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _run_block(block: nn.Module, params: dict, cache: Cache, x_1TD: jax.Array, *place: jax.Array) -> tuple[Any, Cache]:
-    return decode_module(block, params, cache, x_1TD, positions_BT=place[0], segments_BT=place[1])
-
-
-def _place(tokens_1T: jax.Array, start: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the positions and segments of a chunk."""
+def prefill(model: GPT, params: dict, cache: Cache, tokens_1T: jax.Array, start: ArrayLike, length: ArrayLike) -> Cache:
+    """Read a chunk of one prompt, from position `start` on, into a cache of one row. Padding follows `length` tokens."""
     each_1T = jnp.arange(tokens_1T.shape[1])[None]
-    return start + each_1T, jnp.where(each_1T < length, 1, 0)
+    segments_1T = jnp.where(each_1T < length, 1, 0)
+    return read(model, params, cache, tokens_1T, each_1T + start, segments_1T)[1]
 
 
 def read(
@@ -324,23 +286,7 @@ def insert(state: DecodeState, slot: jax.Array, cache: Cache, row: Rows) -> Deco
     def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(buffer, new.reshape(1, *buffer.shape[1:]), slot, axis=0)
 
-    return DecodeState(_insert_cache(state.cache, cache, slot, row.position_B), jax.tree.map(put, state.rows, row))
-
-
-def _insert_cache(cache: Cache, row: Cache, number: jax.Array, columns: jax.Array) -> Cache:
-    """Return the cache with the first `columns` columns of a cache of one row in row `number`, or a few more."""
-    if not is_columns(cache):  # a state, of all tokens
-        return jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, number, axis=0), cache, row)
-    size = jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, LayerCache))[0].block
-
-    def copy(block: jax.Array, cache: Cache) -> Cache:
-        def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
-            part = jax.lax.dynamic_slice_in_dim(new, block * size, size, axis=2)
-            return jax.lax.dynamic_update_slice(buffer, part, (number, 0, block * size, *(0 for _ in buffer.shape[3:])))
-
-        return jax.tree.map(put, cache, row)
-
-    return jax.lax.fori_loop(0, -(-columns // size), copy, cache)
+    return jax.tree.map(put, state, DecodeState(cache, row))
 
 
 @jax.jit
@@ -359,27 +305,19 @@ def release(state: DecodeState, slot: jax.Array) -> DecodeState:
 
 @functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
 def decode(
-    model: GPT,
-    params: dict,
-    state: DecodeState,
-    steps: jax.Array,
-    burst: int,
-    allowed_BW: jax.Array,
-    is_masked: jax.Array,
+    model: GPT, params: dict, state: DecodeState, steps: jax.Array, burst: int, allowed_BW: jax.Array
 ) -> tuple[DecodeState, Drawn]:
     """Draw up to `steps` tokens, at most `burst`, in each slot that has tokens left. End when none has.
 
     A slot waits if its next position is past the model's last one: see `has_unbounded_positions`.
 
-    allowed_BW: a bit for each id that may be drawn, uint32. is_masked: whether to look at them.
+    allowed_BW: a bit for each id that may be drawn, uint32.
     """
     model, params = unstack_layers(model, params)
     B, V = state.rows.seen_BV.shape
     A = min(MAX_TOP, V)
-
-    def mask(logits_BV: jax.Array) -> jax.Array:
-        bits_BW32 = allowed_BW[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None] & 1
-        return jnp.where(bits_BW32.reshape(B, -1)[:, :V] > 0, logits_BV, -jnp.inf)
+    bits_BW32 = allowed_BW[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None] & 1
+    may_be_BV = bits_BW32.reshape(B, -1)[:, :V] > 0
 
     def is_active(rows: Rows) -> jax.Array:
         has_room_B = has_unbounded_positions(model) | (rows.position_B < model.config.block_size)
@@ -388,36 +326,28 @@ def decode(
     def step(carry: tuple[jax.Array, DecodeState, Drawn]) -> tuple[jax.Array, DecodeState, Drawn]:
         number, state, drawn = carry
         rows, active_B = state.rows, is_active(state.rows)
+        drawn_so_far = drawn.tokens_BN, drawn.logprobs_BN, drawn.top_ids_BNA, drawn.top_logprobs_BNA
         # A slot without a request reads a token at position 0, which nothing reads.
         positions_B = jnp.where(active_B, rows.position_B, 0)
         x_B1D, cache = read(model, params, state.cache, rows.token_B[:, None], positions_B[:, None])
         logits_BV = apply_model(model, params, x_B1D, method="unembed")[:, 0, :V]
         keys_B = jax.vmap(jax.random.fold_in)(rows.keys_B, rows.drawn_B)
-        sampling = rows.sampling.where(active_B)
-        allowed_BV = jax.lax.cond(is_masked, mask, lambda logits_BV: logits_BV, logits_BV)
-        token_B = sampling.draw(allowed_BV, keys_B, rows.seen_BV)
+        token_B = rows.sampling.draw(jnp.where(may_be_BV, logits_BV, -jnp.inf), keys_B, rows.seen_BV)
         stopped_B = active_B & (token_B[:, None] == rows.stops_BE).any(axis=1)
         marked_B = jnp.where(active_B, token_B, V)  # out of range: dropped
-        seen_BV = jax.lax.cond(
-            sampling.has_penalty,
-            lambda seen_BV: seen_BV.at[jnp.arange(B), marked_B].add(2, mode="drop"),
-            lambda seen_BV: seen_BV,
-            rows.seen_BV,
-        )
-        top_B, no_top = jnp.where(active_B, rows.top_B, -1), (jnp.zeros((B, A), jnp.int32), jnp.zeros((B, A)))
+        seen_BV = rows.seen_BV.at[jnp.arange(B), marked_B].add(2, mode="drop")
 
-        def compute_top() -> Top:
+        def compute_top() -> tuple[jax.Array, ...]:
             logprob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
-            logprob_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)[:, 0]
-            best = jax.lax.cond((top_B > 0).any(), lambda: tuple(jax.lax.top_k(logprob_BV, A)[::-1]), lambda: no_top)
-            return Top(logprob_B, *best)
+            best_BA, ids_BA = jax.lax.top_k(logprob_BV, A)
+            return jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)[:, 0], ids_BA, best_BA
 
-        top = jax.lax.cond((top_B >= 0).any(), compute_top, lambda: Top(jnp.zeros(B), *no_top))
+        has_top = (active_B & (rows.top_B >= 0)).any()
+        top = jax.lax.cond(has_top, compute_top, lambda: tuple(jnp.zeros_like(x[:, 0]) for x in drawn_so_far[1:]))
+        each = zip(drawn_so_far, (token_B, *top), strict=True)
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=number, axis=1)
-        tokens_BN, top = jax.tree.map(
-            lambda buffer, new: put(buffer, new[:, None]), (drawn.tokens_BN, drawn.top), (token_B, top)
-        )
-        drawn = Drawn(tokens_BN, drawn.count_B + (active_B & ~stopped_B), drawn.stopped_B | stopped_B, top)
+        drawn_so_far = tuple(put(buffer, new[:, None]) for buffer, new in each)
+        drawn = Drawn(drawn.count_B + (active_B & ~stopped_B), drawn.stopped_B | stopped_B, *drawn_so_far)
         rows = rows.replace(
             token_B=jnp.where(active_B, token_B, rows.token_B),
             position_B=rows.position_B + active_B,
@@ -430,6 +360,7 @@ def decode(
     def is_unfinished(carry: tuple[jax.Array, DecodeState, Drawn]) -> jax.Array:
         return (carry[0] < steps) & is_active(carry[1].rows).any()
 
-    top = Top(jnp.zeros((B, burst)), jnp.zeros((B, burst, A), jnp.int32), jnp.zeros((B, burst, A)))
-    drawn = Drawn(jnp.zeros((B, burst), jnp.int32), jnp.zeros(B, jnp.int32), jnp.zeros(B, bool), top)
+    tokens_BN, ids_BNA = jnp.zeros((B, burst), jnp.int32), jnp.zeros((B, burst, A), jnp.int32)
+    top = tokens_BN.astype(jnp.float32), ids_BNA, ids_BNA.astype(jnp.float32)
+    drawn = Drawn(jnp.zeros(B, jnp.int32), jnp.zeros(B, bool), tokens_BN, *top)
     return jax.lax.while_loop(is_unfinished, step, (jnp.int32(0), state, drawn))[1:]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import flax.struct
 import jax
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
+from jaxgpt.config.validate import check_value
 from jaxgpt.errors import UserError
 from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.kernels.native.build import why_not_native
@@ -22,7 +22,6 @@ from jaxgpt.layers.linear import Dense, Embedding, Head, to_int8
 from jaxgpt.model import GPT
 from jaxgpt.sample import Precision
 
-LOG = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 DECODE_MATRIX = "decode_matrix"  # name of a `DecodeMatrix` in the parameters, in place of a kernel or an embedding
 QKV = "qkv"  # name of one projection in the parameters of self-attention, in place of q, k and v
@@ -46,8 +45,7 @@ def for_decoding(
     copy. With `donate` the given `params` are emptied on the way: memory holds one matrix twice, not the whole model.
     """
     check_model_type(model)
-    if weights not in (None, *get_args(Precision)):
-        raise UserError(f"weights={weights!r}: needs one of {', '.join(get_args(Precision))}")
+    check_value("weights", weights, Precision | None)
     if (table := params.get("wte", {}).get(DECODE_MATRIX)) is not None:
         if weights not in (None, held := table.values_FD.dtype.name):
             raise UserError(f"weights={weights!r}: these are {held} already; start from the trained ones")
@@ -55,15 +53,7 @@ def for_decoding(
     params = params if donate else jax.tree.map(lambda x: x, params)  # dictionaries of its own, which are emptied
     model, params = unstack_layers(model, params, donate=True)
     own = find_own_modules(model) if model.config.is_foreign else None
-    quantized = _lay_out((), params, weights or jnp.dtype(model.dtype).name, own)
-    if own is not None and weights is not None:
-        matrices = [path for path, x in jax.tree.leaves_with_path(quantized) if x.ndim > 1]
-        names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in matrices]
-        if left := [name for name in names if "values_FD" not in name]:
-            said = f"{', '.join(left[:4])}{' ...' * (len(left) > 4)}"
-            kind = type(model.config).__name__
-            LOG.warning("%s: %d arrays of its own modules stay as they are: %s", kind, len(left), said)
-    return model, quantized
+    return model, _lay_out((), params, weights or jnp.dtype(model.dtype).name, own)
 
 
 _LAID_OUT: list[tuple] = []  # the last result of `lay_out_once`, and weak references to its arguments
@@ -243,8 +233,7 @@ def _multiply_on_cpu(values_FD: jax.Array, x_UD: jax.Array) -> jax.Array:
 
     x @ values.T reorders the whole matrix first, which costs more than a few rows' product does. With the matrix on
     the left XLA reorders x. With two halves of it as a batch it also uses all cores for one row (27 GB/s of weights
-    instead of 21). It then never falls back to float32 for bfloat16 (42 GB/s instead of 30, in units of 4 bytes). A step of
-    GPT-2 124M in float32 takes 33.3 ms in halves and 34.0 without at 4 rows, 42.6 and 41.1 at 8, 57.9 and 54.7 at 16.
+    instead of 21). It then never falls back to float32 for bfloat16 (42 GB/s instead of 30, in units of 4 bytes).
     """
     U, (F, D), is_float32 = x_UD.shape[0], values_FD.shape, values_FD.dtype == jnp.float32
     most = 4 if is_float32 else 16  # rows that halves are faster for

@@ -59,8 +59,8 @@ def score(model: GPT, params: dict, texts: Sequence[Sequence[int]]) -> list[np.n
     """Return the log-probability in nats of each token given those before it: a float32 array for each list of ids.
 
     The first token has no context and gets nan. Texts longer than block_size are read in windows that overlap by half:
-    every token after the first window has at least block_size // 2 tokens of context.
-    Raises `UserError` for ids that the model does not have.
+    every token after the first window has at least block_size // 2 tokens of context. Raises `UserError` for ids that
+    the model does not have.
     """
     return [logprobs for logprobs, *_ in _score_windows(model, params, texts, [1] * len(texts), WINDOWS_AT_ONCE)]
 
@@ -70,22 +70,19 @@ def score_prompt(
 ) -> PromptScores:
     """Return the log-probability of each token of a prompt, and of the `top` most probable tokens in its place.
 
-    There is one program for each of `prompt_widths`, so that all can be compiled in advance. Raises `UserError` for
-    more than block_size + 1 ids, and for ids that the model does not have.
-
-    Args:
-        model: a GPT.
-        params: its parameters.
-        ids: the prompt.
-        top: number of alternatives.
-        vocab_size: alternatives are below it. None means all.
+    These are below `vocab_size`. There is one program for each of `prompt_widths`, so that all can be compiled in
+    advance. Raises `UserError` for more than block_size + 1 ids, and for ids that the model does not have.
     """
     row, known = check_ids(model, ids, "the prompt"), known_ids(model, vocab_size)
     if len(row) > model.config.block_size + 1:
         raise UserError(f"the prompt has {len(row)} tokens: needs at most {model.config.block_size + 1}")
     ((logprobs, _, best_TK, top_TK),) = _score_windows(model, params, [row.tolist()], [1], 1, min(top, known), known)
-    pairs = [list(zip(i, p, strict=True)) for i, p in zip(best_TK.tolist(), top_TK.tolist(), strict=True)]
-    return PromptScores(logprobs.tolist(), [[], *pairs[1:]][: len(row)])
+    return PromptScores(logprobs.tolist(), [[], *pair_up(best_TK, top_TK)[1:]][: len(row)])
+
+
+def pair_up(ids_TK: np.ndarray, logprobs_TK: np.ndarray) -> list[list[tuple[int, float]]]:
+    """Return pairs of an id and its log-probability, a list of them for each token."""
+    return [list(zip(*pair, strict=True)) for pair in zip(ids_TK.tolist(), logprobs_TK.tolist(), strict=True)]
 
 
 def prompt_widths(model: GPT) -> list[int]:
@@ -102,10 +99,10 @@ def score_texts(model: GPT, params: dict, tokenizer: Tokenizer, texts: Sequence[
     uncounted, scores = 0 if prefix else 1, []  # a first token without context
     for text, row, found in zip(texts, ids, score(model, params, [[*prefix, *row] for row in ids]), strict=True):
         logprobs = found[len(prefix) :]
-        bits = -float(np.sum(logprobs[uncounted:], dtype=np.float64)) / math.log(2)
+        counted = logprobs[uncounted:]
+        bits = -float(np.sum(counted, dtype=np.float64)) / math.log(2)
         characters = max(len(text) - len(tokenizer.decode(row[:uncounted])), 0)
-        tokens = max(len(row) - uncounted, 0)
-        scores.append(Score(logprobs=logprobs.tolist(), bits=bits, tokens=tokens, characters=characters))
+        scores.append(Score(logprobs=logprobs.tolist(), bits=bits, tokens=len(counted), characters=characters))
     return scores
 
 
@@ -134,9 +131,8 @@ def pair_ids(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[lis
     """Return the ids of a context and its continuation, as `loglikelihood` takes them.
 
     They are encoded as one text and split after the context. Spaces at its end move to the continuation, since most
-    tokenizers join a space to the next word, and the model was trained on such tokens. lm-evaluation-harness does the
-    same. With an empty context the continuation follows the start token. Raises `UserError` if the tokenizer cannot
-    encode them, or if no token is left for the continuation.
+    tokenizers join a space to the next word, and the model was trained on such tokens. With an empty context the
+    continuation follows the start token. Raises `UserError` if no token is left for the continuation.
     """
     context, spaces = context.rstrip(), context[len(context.rstrip()) :]
     both = tokenizer.encode(context + spaces + continuation).tolist()
@@ -177,9 +173,8 @@ def _score_windows(
             tokens = ids[start : start + length + 1]
             inputs_BT[row, :length], targets_BT[row, :length] = tokens[:-1], tokens[1:]
             wanted_BT[row, new - start : length] = 1
-        scores = jax.device_get(
-            _logprobs(model, params, inputs_BT, targets_BT, wanted_BT.astype(bool), top, vocab_size)
-        )
+        scores = _logprobs(model, params, inputs_BT, targets_BT, wanted_BT.astype(bool), top, vocab_size)
+        scores = jax.device_get(scores)
         for row, (length, number, start, new, _) in enumerate(batch):
             for result, score_BT in zip(results[number], scores, strict=False):
                 result[new + 1 : start + length + 1] = score_BT[row, new - start : length]

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib import resources
 
+import prometheus_client
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -71,7 +72,8 @@ def make_app(served: Served, scheduler: Scheduler, log: Callable[[str], None] | 
         return respond({"status": status}) if status == "ok" else respond({"status": status}, 503, later)
 
     async def metrics(request: Request) -> Response:
-        return PlainTextResponse(scheduler.metrics.render(), media_type="text/plain; version=0.0.4")
+        text = prometheus_client.generate_latest(scheduler.metrics.registry)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def page(request: Request) -> Response:
         html, policy = playground_page()

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, TypeVar
 
 import jax
@@ -44,12 +44,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 STREAM_OPTIONS = ("include_usage", "include_obfuscation")  # the second pads events, against who measures their lengths
 # The fields of `Sampling` in a request. A temperature of 0 is greedy.
 FILTERS = {name: hint for name, hint in field_hints(Sampling).items() if name != "greedy"}
-GRAMMARS = {"json": "schema", "regex": "regex", "choice": "choices"}  # vLLM's names, and ours
+# vLLM's names, and ours with their types.
+GRAMMARS = {"json": ("schema", dict), "regex": ("regex", str), "choice": ("choices", tuple[str, ...])}
 MAX_STOP_TOKENS = 16  # ids
 QUEUE = 4  # rows that may wait, for each slot
 MAX_MESSAGES = 2048  # most messages in a conversation
 
-Prompt = str | tuple[int, ...]  # a text, or token ids
+Prompt = str | list[int]  # a text, or token ids
 Fields = TypeVar("Fields")
 
 
@@ -63,8 +64,8 @@ class RequestError(UserError):
 
     def to_json(self) -> dict[str, Any]:
         """Return the body of the response, in OpenAI's form."""
-        kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
-        kind = "server_error" if self.status >= 500 else kind
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -91,33 +92,32 @@ class Parameters:
 
         Raises `RequestError` for what is no grammar.
         """
-        given: dict[str, tuple[str, Any]] = {}
+        kind, value, param = "", None, "response_format"
         match self.response_format:
             case None | {"type": "text"}:
-                pass
-            case {"type": "json_schema", "json_schema": {"schema": schema}}:
-                given["response_format"] = "schema", schema
+                param = "structured_outputs"
+            case {"type": "json_schema", "json_schema": {"schema": value}}:
+                kind = "json"
             case {"type": "json_object", **more}:
                 schema = more.get("schema")
-                given["response_format"] = "schema", {"type": "object"} if schema is None else schema
+                kind, value = "json", {"type": "object"} if schema is None else schema
             case other:
                 needed = 'needs the type text, json_object, or json_schema with {"json_schema": {"schema": ...}}'
-                raise RequestError(f"response_format={short(other)}: {needed}", param="response_format")
+                raise RequestError(f"response_format={short(other)}: {needed}", param=param)
         if self.structured_outputs is not None:
-            asked = {kind: value for kind, value in self.structured_outputs.items() if value is not None}
-            message = f"structured_outputs={short(asked)}: needs one of {', '.join(GRAMMARS)}"
-            _need(len(asked) == 1 and asked.keys() <= GRAMMARS.keys(), "structured_outputs", message)
+            asked = {name: held for name, held in self.structured_outputs.items() if held is not None}
+            is_one = len(asked) == 1 and asked.keys() <= GRAMMARS.keys() and not kind
+            message = f"structured_outputs={short(asked)}: needs one of {', '.join(GRAMMARS)}, without response_format"
+            _need(is_one, "structured_outputs", message)
             ((kind, value),) = asked.items()
-            given["structured_outputs"] = GRAMMARS[kind], value
-        _need(len(given) <= 1, "structured_outputs", f"{' and '.join(given)}: needs one of them")
-        for param, (name, value) in given.items():
-            with _naming(param):
-                if name == "schema" and isinstance(value, str):  # vLLM takes the text of one, too
-                    value = parse_json(value.encode(errors="replace"), param)
-                value = tuple(value) if isinstance(value, list) else value
-                hint = {"schema": dict, "regex": str, "choices": tuple[str, ...]}[name]
-                return param, compile_grammar(tokenizer, **{name: check_value(param, value, hint)})
-        return "", None
+        if not kind:
+            return "", None
+        with _naming(param):
+            if kind == "json" and isinstance(value, str):  # vLLM takes the text of one, too
+                value = parse_json(value.encode(errors="replace"), param)
+            value = tuple(value) if isinstance(value, list) else value
+            name, hint = GRAMMARS[kind]
+            return param, compile_grammar(tokenizer, **{name: check_value(param, value, hint)})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,13 +132,10 @@ class CompletionParameters(Parameters):
     @property
     def prompts(self) -> list[Prompt]:
         """Return the prompts. Raises `RequestError` for another shape, in which the client sent them."""
-        match self.prompt:
-            case str():
-                return [self.prompt]
-            case [_, *_] if _are_ids(self.prompt):
-                return [tuple(self.prompt)]
-            case [_, *_] if all(isinstance(prompt, str) or (_are_ids(prompt) and prompt) for prompt in self.prompt):
-                return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in self.prompt]
+        is_one = isinstance(self.prompt, str) or _are_ids(self.prompt)
+        prompts = [self.prompt] if is_one else self.prompt
+        if isinstance(prompts, list) and prompts and all(isinstance(p, str) or _are_ids(p) for p in prompts):
+            return prompts
         needed = "a text, a list of texts, token ids, or a list of lists of token ids; none of the lists empty"
         raise RequestError(f"prompt={short(self.prompt)}: needs {needed}", param="prompt")
 
@@ -195,7 +192,7 @@ def parse(kind: type[Fields], raw: bytes, temperature: float = 1.0) -> Fields:
             value = _read_biases(value) if name == "logit_bias" else value
             value = (value,) if name == "stop" and isinstance(value, str) else value
             value = tuple(value) if isinstance(value, list) and hints[name] is not Any else value
-            given[name] = value if hints[name] is Any else check_value(name, value, hints[name])
+            given[name] = check_value(name, value, hints[name]) if hints[name] is not Any else value
     if filters:
         chosen: dict[str, Any] = {"temperature": temperature}
         chosen |= {name: given.pop(name) for name in filters if name in given}
@@ -223,6 +220,7 @@ class Row:
     offer: Offer | None = None
     is_scored: bool = False  # whether the prompt's log-probabilities are needed
     is_finished: bool = False  # written by the event loop, read by the scheduler's thread
+    deliver: Callable[[Any], None] = dataclasses.field(init=False)  # hands news over to the event loop
 
 
 class Served:
@@ -280,7 +278,7 @@ class Served:
             with _naming("tool_choice"):
                 offer = offer_tools(tools, p.tool_choice, self.run.prompt_format.template.write)
             is_right = not p.top_logprobs or p.logprobs
-            _need(is_right, "top_logprobs", f"top_logprobs={p.top_logprobs}: needs logprobs=true")
+            _need(is_right, "top_logprobs", "top_logprobs: needs logprobs=true")
             prompts = [(None, self.encode_messages(p.messages, offer))]
             length = p.max_completion_tokens or p.max_tokens or self.block_size
             own = self.chat_stop_tokens or ()
@@ -289,7 +287,10 @@ class Served:
             _need(p.max_tokens > 0 or p.echo, "max_tokens", "max_tokens=0: needs at least 1, or echo=true")
             count = len(p.prompts) * p.n
             _need(count <= self.queue, "prompt", f"the prompts ask for {count} completions: needs at most {self.queue}")
-            prompts = [(prompt if isinstance(prompt, str) else None, self.encode(prompt)) for prompt in p.prompts]
+            prompts = []
+            for prompt in p.prompts:
+                ids = self._check_ids(self.encode(prompt), "prompt")
+                prompts.append((prompt if isinstance(prompt, str) else None, ids))
             length, own = p.max_tokens, self.stop_tokens
             top, is_scored = p.logprobs, p.echo and p.logprobs is not None
         param, grammar = p.compile_grammar(self.run.tokenizer)
@@ -301,37 +302,36 @@ class Served:
                 grammar = compile_grammar(self.run.tokenizer, calls=offer.grammar(JSON))
         seed = secrets.randbits(32) if p.seed is None else p.seed
         each = [(text, ids) for text, ids in prompts for _ in range(p.n)]
-        stop_tokens, rows = (*(() if p.ignore_eos else own), *p.stop_token_ids), []
         keys = prompt_keys(jax.random.key(seed), [ids for _, ids in each])
-        for (text, ids), key in zip(each, keys, strict=True):
+        rows = []
+        for index, (text, ids) in enumerate(each):
             request = Request(
                 prompt=ids,
-                key=key,
+                key=keys[index],
                 max_new_tokens=min(length, self.block_size),
                 sampling=p.sampling,
-                stop_tokens=stop_tokens,
+                stop_tokens=(*(() if p.ignore_eos else own), *p.stop_token_ids),
                 top_logprobs=top,
                 grammar=grammar,
             )
-            rows.append(Row(index=len(rows), request=request, text=text, offer=offer, is_scored=is_scored))
+            rows.append(Row(index=index, request=request, text=text, offer=offer, is_scored=is_scored))
         return rows
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+    def encode(self, prompt: Prompt) -> list[int]:
         """Return the ids of a prompt. Raises `RequestError` for text or ids that the model cannot read."""
         with _naming("prompt"):
             if isinstance(prompt, str):
-                (ids,) = self.run.prompt_format.encode([prompt], chat=False)
-            else:
-                ids = check_ids(self.run.model, prompt, "prompt").tolist()
-            return self._check_ids(ids, "prompt")
+                return self.run.prompt_format.encode([prompt], chat=False)[0]
+            return check_ids(self.run.model, prompt, "prompt").tolist()
 
-    def encode_messages(self, messages: Any, offer: Offer | None = None) -> tuple[int, ...]:
+    def encode_messages(self, messages: Any, offer: Offer | None = None) -> list[int]:
         """Return the ids of a conversation. Raises `RequestError` for one that the model cannot read."""
         is_right = isinstance(messages, list) and 1 <= len(messages) <= MAX_MESSAGES
         _need(is_right, "messages", f"messages={short(messages)}: needs a list of 1 to {MAX_MESSAGES:,} messages")
         conversation = []
         for number, message in enumerate(messages):
-            with _naming(where := f"messages[{number}]"):
+            where = f"messages[{number}]"
+            with _naming(where):
                 conversation.append(check_message(message, where))
         if self.chat_stop_tokens is None:
             raise RequestError(f"{self.name} cannot chat: {self._why_no_chat}", code="no_chat")
@@ -342,25 +342,19 @@ class Served:
 
     def tokenize(self, p: TokenizeParameters) -> dict[str, Any]:
         """Return the response with the ids of a prompt, as completions read it, or of messages."""
-        if p.prompt is None:
-            ids = self.encode_messages(p.messages)
-        else:
-            with _naming("prompt"):
-                (ids,) = self.run.prompt_format.encode([p.prompt], chat=False)
+        ids = self.encode_messages(p.messages) if p.prompt is None else self.encode(p.prompt)
         texts = [self.text_of(i) for i in ids] if p.return_token_strs else None
         return {"count": len(ids), "max_model_len": self.block_size, "tokens": ids, "token_strs": texts}
 
-    def _check_ids(self, ids: Sequence[int], param: str) -> tuple[int, ...]:
+    def _check_ids(self, ids: list[int], param: str) -> list[int]:
         most, known = self.block_size, self.run.tokenizer.vocab_size
         _need(len(ids) > 0, param, f"the {param} has no tokens: needs 1 to {most}")
         if len(ids) > most:  # clients look for OpenAI's words
             have = "messages have" if param == "messages" else f"{param} has"
-            message = (
-                f"This model's maximum context length is {most} tokens, and the {have} {len(ids)}: cut them to that"
-            )
-            raise RequestError(message, param=param, code="context_length_exceeded")
+            message = f"This model's maximum context length is {most} tokens, and the {have} {len(ids)}"
+            raise RequestError(f"{message}: cut them to that", param=param, code="context_length_exceeded")
         _need(max(ids) < known, param, f"the {param} has the id {max(ids)}: needs ids from 0 to {known - 1}")
-        return tuple(ids)
+        return ids
 
 
 def _need(is_right: bool, param: str, message: str) -> None:
@@ -369,7 +363,7 @@ def _need(is_right: bool, param: str, message: str) -> None:
 
 
 def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
+    return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
 
 
 @contextlib.contextmanager

@@ -51,8 +51,7 @@ class Choice:
         self._echo = isinstance(p, CompletionParameters) and p.echo  # the prompt is the beginning of the text
         context = () if row.text == "" else row.request.prompt
         self._detokenizer = Detokenizer(served.run.tokenizer, p.stop, context)
-        self._places = Detokenizer(served.run.tokenizer, (), context)  # without stop strings: no text is held back
-        self._read = 0  # characters of all tokens so far, perhaps more than the text has
+        self._start = 0  # characters of the text before those of the completion
         self._held: list[Token] = []  # tokens with text that is not out yet
 
     def push(self, update: Update) -> tuple[str, list[Token]]:
@@ -62,11 +61,11 @@ class Choice:
         if self._echo:
             self._echo = False
             text, tokens = self._repeat_prompt(update.prompt)
-            self._read = len(text)
+            self._start = len(text)
         for number, i in enumerate(piece.tokens):
             if self.row.request.top_logprobs is not None:
-                self._held.append(self._token(i, self._read, piece.logprobs[number], piece.top[number]))
-                self._read += len(self._places.push([i]))
+                offset = self._start + self._detokenizer.length
+                self._held.append(self._token(i, offset, piece.logprobs[number], piece.top[number]))
             text += self._detokenizer.push([i])
             self.num_tokens += 1
             if self._detokenizer.stopped:
@@ -77,8 +76,7 @@ class Choice:
         text = self._take_calls()
         # A stop string takes the tokens after it along. Without one, a last token without text counts.
         is_last = self.finish is not None and not self._detokenizer.stopped
-        end = self._read + 1 if is_last else len(self.text)
-        out = [token for token in self._held if token.offset < end]
+        out = [token for token in self._held if is_last or token.offset < len(self.text)]
         self._held = self._held[len(out) :]
         self.tokens += tokens + out
         return text, tokens + out
@@ -98,17 +96,17 @@ class Choice:
 
     def _repeat_prompt(self, scores: PromptScores | None) -> tuple[str, list[Token]]:
         tokenizer, ids, text = self._served.run.tokenizer, self.row.request.prompt, self.row.text
-        places, offsets, read = Detokenizer(tokenizer), [], 0
-        own = len(ids) if text is None else min(len(ids), len(tokenizer.encode(text)))  # the others are a prefix
-        for i in ids[len(ids) - own :]:
-            offsets.append(read)
-            read += len(places.push([i]))
+        first = 0 if text is None else len(ids) - len(tokenizer.encode(text))  # those before it are a prefix
         text = tokenizer.decode(ids) if text is None else text
         if scores is None:
             return text, []
-        offsets = [min(offset, len(text)) for offset in [0] * (len(ids) - own) + offsets]
-        rows, most = zip(ids, offsets, scores.logprobs, scores.top, strict=True), self.row.request.top_logprobs
-        return text, [self._token(i, offset, logprob, best[:most]) for i, offset, logprob, best in rows]
+        places, tokens, most = Detokenizer(tokenizer), [], self.row.request.top_logprobs
+        for number, i in enumerate(ids):
+            offset = min(places.length, len(text))
+            tokens.append(self._token(i, offset, scores.logprobs[number], scores.top[number][:most]))
+            if number >= first:
+                places.push([i])
+        return text, tokens
 
     def _token(self, i: int, offset: int, logprob: float, top: Sequence[tuple[int, float]]) -> Token:
         text_of = self._served.text_of
@@ -232,11 +230,10 @@ class Answer:
         logprobs: dict[str, Any] | None = None
         top = choice.row.request.top_logprobs  # 0 wants the tokens' own
         if tokens is not None and top is not None and self._is_chat:
-            entries = [
-                _entry(token.text, token.logprob) | {"top_logprobs": [_entry(text, p) for _, text, p in token.top]}
-                for token in tokens
-            ]
-            logprobs = {"content": entries}
+            logprobs = {"content": []}
+            for token in tokens:
+                best = [_entry(text, p) for _, text, p in token.top]
+                logprobs["content"].append(_entry(token.text, token.logprob) | {"top_logprobs": best})
         elif tokens is not None and top is not None:
             logprobs = {
                 "tokens": [token.text for token in tokens],

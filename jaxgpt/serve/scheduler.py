@@ -51,10 +51,6 @@ class Metrics:
         self.between_tokens = histogram("between_tokens_seconds", "Time between tokens.")
         self.requests = histogram("request_seconds", "Time of a whole request.")
 
-    def render(self) -> bytes:
-        """Return the text of `/metrics`."""
-        return prometheus_client.generate_latest(self.registry)
-
 
 class Update(NamedTuple):
     """News of one row of a request."""
@@ -65,7 +61,6 @@ class Update(NamedTuple):
     prompt: PromptScores | None = None  # in the first update of a scored row
 
 
-Deliver = Callable[[Update | Exception], None]  # hands news over to the event loop
 Score = Callable[[Sequence[int]], PromptScores]  # the log-probabilities of a prompt
 
 
@@ -75,8 +70,8 @@ class Scheduler:
     def __init__(self, engine: Engine, score: Score, *, queue: int, log: Callable[[str], None]):
         """Start the thread. queue: most rows that wait for a slot. log: prints a line."""
         self._engine, self._score, self._limit, self._log = engine, score, queue, log
-        self.waiting: collections.deque[tuple[Row, Deliver]] = collections.deque()  # rows without a slot
-        self.running: dict[int, tuple[Row, Deliver]] = {}  # by slot
+        self.waiting: collections.deque[Row] = collections.deque()  # rows without a slot
+        self.running: dict[int, Row] = {}  # by slot
         self._changed = threading.Condition()
         self._closing = False
         self._burst = 1
@@ -112,7 +107,9 @@ class Scheduler:
 
         with self._changed:
             self.check_room(len(rows))
-            self.waiting.extend((row, deliver) for row in rows)
+            for row in rows:
+                row.deliver = deliver
+            self.waiting.extend(rows)
             self._changed.notify()
         return news
 
@@ -122,7 +119,7 @@ class Scheduler:
             for row in rows:
                 row.is_finished = True
             with self._changed:
-                self.waiting = collections.deque(item for item in self.waiting if not item[0].is_finished)
+                self.waiting = collections.deque(row for row in self.waiting if not row.is_finished)
                 self._changed.notify()
 
     def close(self, timeout: float) -> None:
@@ -140,7 +137,7 @@ class Scheduler:
                     self._changed.wait_for(lambda: self.waiting or self.running or self._closing)
                     if not (self.waiting or self.running):
                         return
-                for slot, (row, _) in list(self.running.items()):
+                for slot, row in list(self.running.items()):
                     if row.is_finished:
                         self._engine.cancel(slot)
                         del self.running[slot]
@@ -151,11 +148,11 @@ class Scheduler:
             self._log("".join(traceback.format_exception(e)))
             with self._changed:
                 self.status = "failed"
-                delivers = {deliver for _, deliver in [*self.waiting, *self.running.values()]}
+                rows = [*self.waiting, *self.running.values()]
                 self.waiting.clear()
                 self.running.clear()
-            for deliver in delivers:
-                deliver(RequestError(FAILED, status=500, code="failed"))
+            for row in rows:
+                row.deliver(RequestError(FAILED, status=500, code="failed"))
 
     def _admit(self) -> None:
         """Fill the free slots. Stop after a prompt that had to be scored."""
@@ -164,16 +161,17 @@ class Scheduler:
             with self._changed:
                 if not self.waiting:
                     return
-                row, deliver = self.waiting.popleft()
+                row = self.waiting.popleft()
+            has_scored, is_decoded = row.is_scored, row.request.max_new_tokens > 0
             try:
-                if row.is_scored or not row.request.max_new_tokens:
-                    scores, has_scored = self._score(row.request.prompt) if row.is_scored else None, row.is_scored
-                    nothing = Piece(-1, [], [], [], None if row.request.max_new_tokens else "length")
-                    deliver(Update(row, nothing, prompt=scores))
-                if row.request.max_new_tokens:
-                    self.running[self._engine.submit(row.request)] = row, deliver
+                scores = self._score(row.request.prompt) if has_scored else None
+                if has_scored or not is_decoded:
+                    nothing = Piece(-1, [], [], [], None if is_decoded else "length")
+                    row.deliver(Update(row, nothing, prompt=scores))
+                if is_decoded:
+                    self.running[self._engine.submit(row.request)] = row
             except UserError as e:
-                deliver(e)
+                row.deliver(e)
 
     def _step(self) -> None:
         start = time.perf_counter()
@@ -181,7 +179,7 @@ class Scheduler:
         if longest := max((len(piece.tokens) for piece in pieces), default=0):
             self._burst = max(1, min(BURST, int(BURST_SECONDS * longest / (time.perf_counter() - start))))
         for piece in pieces:
-            row, deliver = self.running[piece.slot]
+            row = self.running[piece.slot]
             if piece.finish is not None:
                 del self.running[piece.slot]
-            deliver(Update(row, piece, self._engine.cached_tokens(piece.slot)))
+            row.deliver(Update(row, piece, self._engine.cached_tokens(piece.slot)))

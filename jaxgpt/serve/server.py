@@ -171,8 +171,8 @@ def bind(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6)
     except (OSError, UnicodeError) as e:
-        reason = reason_of(e)
-        raise UserError(f"cannot listen on {host} port {port}: {reason}. Name another with --host or --port") from None
+        message = f"cannot listen on {host} port {port}: {reason_of(e)}. Name another with --host or --port"
+        raise UserError(message) from None
     return listener
 
 

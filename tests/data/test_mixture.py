@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 
-import chex
 import fsspec
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from jaxgpt.data.mixture import Mixture, assign_rows, read_mixture
 from jaxgpt.data.pipeline import Tokens, training_batches, validation_batches
 from jaxgpt.data.tokenizer import CharTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.runs.metrics import MetricsFile, read_metrics
+from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.tools.evaluate.evaluate import evaluate_run, format_evaluation
 from jaxgpt.tools.replay import audit
 from jaxgpt.training import fit
@@ -105,26 +104,6 @@ def lines(directory):
 
 
 @pytest.mark.slow
-def test_a_mixture_resumes_bit_for_bit(run, texts, tmp_path, monkeypatch):
-    write, e = MetricsFile.write, experiment_of(of_texts(texts))
-
-    def killed(self, **values):
-        if values["step"] >= 5:
-            raise KeyboardInterrupt
-        write(self, **values)
-
-    monkeypatch.setattr(MetricsFile, "write", killed)
-    with pytest.raises(KeyboardInterrupt):
-        fit(e, tmp_path / "r", progress=False)
-    monkeypatch.undo()
-    resumed = fit(e, tmp_path / "r", progress=False)
-    assert lines(tmp_path / "r") == lines(run.directory)
-    chex.assert_trees_all_equal(resumed.params, run.params)
-    with pytest.raises(UserError, match=r"other data: source 1: weight 0\.7 -> 0\.6, source 2: weight 0\.3 -> 0\.4"):
-        fit(experiment_of(of_texts(texts).replace("0.7", "0.6").replace("0.3", "0.4")), tmp_path / "r")
-
-
-@pytest.mark.slow
 def test_losses_of_sources_are_those_of_each_alone_and_their_mean_is_the_loss(run, texts):
     last = [line for line in lines(run.directory) if "val_loss" in line][-1]
     (a, b), found = last["val_losses"].values(), evaluate_run(run)
@@ -138,6 +117,8 @@ def test_losses_of_sources_are_those_of_each_alone_and_their_mean_is_the_loss(ru
         (path := run.directory.parent / "held_out.txt").write_text(held_out)
         assert evaluate_run(run, path=str(path))["loss"] == pytest.approx(expected, rel=1e-5), alone
     assert audit(run.directory, steps=3).findings == []
+    with pytest.raises(UserError, match=r"other data: source 1: weight 0\.7 -> 0\.6, source 2: weight 0\.3 -> 0\.4"):
+        fit(experiment_of(of_texts(texts).replace("0.7", "0.6").replace("0.3", "0.4")), run.directory)
 
 
 def test_one_tokenizer_has_the_characters_of_all_texts_and_others_must_agree(texts, tmp_path):

@@ -111,12 +111,10 @@ def test_windows_of_any_stride_have_every_target_once_and_none_to_spare(targets,
 
 def test_part_of_validation_is_spread_and_always_the_same():
     tokens = Tokens([np.arange(1000)])
-    first, again = (
-        [
-            int(start)
-            for b in validation_batches(tokens, block_size=T, batch_size=5, max_tokens=80)
-            for start in b[0][:, 0]
-        ]
-        for _ in range(2)
-    )
+
+    def starts():
+        batches = validation_batches(tokens, block_size=T, batch_size=5, max_tokens=80)
+        return [start for batch in batches for start in batch.inputs_BT[:, 0].tolist()]
+
+    first, again = starts(), starts()
     assert first == again and len(first) == 10 and first[0] == 0 and first[-1] > 900

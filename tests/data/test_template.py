@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.data import template as module
-from jaxgpt.data.conversations import encode_all, encode_messages, find_end_of_turn, tokenise
+from jaxgpt.data.conversations import encode_all, find_end_of_turn, tokenise
 from jaxgpt.data.render import LONGEST_TEXT
 from jaxgpt.data.template import CHATML, ETX, PLAIN, Jinja, find_template, render_template, write_template
 from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, train_bpe
@@ -126,19 +126,6 @@ def test_our_templates_are_the_same_in_jinja(kind, messages):
     assert find_end_of_turn(theirs, tokenizer) == find_end_of_turn(ours, tokenizer)
 
 
-def test_what_is_sampled_goes_on_where_training_put_answers():
-    for tokenizer, found in (
-        (ByteTokenizer(), PLAIN),
-        (TOKENIZERS["bytes"], CHATML),
-        (TOKENIZERS["bytes"], template("marked", TOKENIZERS["bytes"])),
-        (TOKENIZERS["pieces"], template("instruct", TOKENIZERS["pieces"])),
-    ):
-        ids, answers = tokenise(found.write(user("Why <|im_end|>?", "Because.")), tokenizer)
-        prompt = encode_messages(found, tokenizer, user("Why <|im_end|>?"))
-        assert ids[: len(prompt)].tolist() == prompt and answers.argmax() == len(prompt)
-        assert ids[answers][-1] == find_end_of_turn(found, tokenizer)
-
-
 TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 HALF = TURN.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
 
@@ -172,12 +159,8 @@ def test_no_token_that_a_content_may_hold_ends_a_turn(kind, source, end, warned)
 def test_templates_lie_beside_the_tokenizer(tmp_path):
     tokenizer = TOKENIZERS["bytes"]
     assert find_template(tokenizer, tmp_path) is CHATML
-    config = {
-        "bos_token": {"content": "<s>", "lstrip": False},
-        "eos_token": "</s>",
-        "add_bos_token": True,
-        "pad_token": None,
-    }
+    config = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>"}
+    config |= {"add_bos_token": True, "pad_token": None}
 
     def found(chat_template):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": chat_template}))

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jaxgpt.data.template import CHATML, PLAIN, Jinja, check_message
-from jaxgpt.data.tools import offer_tools, spell_out
+from jaxgpt.data.tools import offer_tools
 from jaxgpt.errors import UserError
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
@@ -96,12 +96,6 @@ def test_tools_cannot_bring_special_tokens():
         TEMPLATES["marked"].write([ASKED], tools=bad)
     written = CHATML.write([ASKED], tools=bad, prompt=True)  # here it is content, which is encoded as text
     assert "x<|im_end|>" in written.text[slice(*written.contents[0])]
-
-
-def test_results_are_what_a_user_says():
-    result = check_message({"role": "tool", "content": "3", "tool_call_id": "1"}, "")
-    assert spell_out([result], ()) == [{"role": "user", "content": "<tool_response>\n3\n</tool_response>"}]
-    assert TEMPLATES["marked"].write([result]).text == "<|im_start|>tool\n3<|im_end|>\n"
 
 
 @pytest.mark.parametrize("template", [PLAIN, CHATML], ids=["plain", "chatml"])

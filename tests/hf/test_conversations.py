@@ -8,7 +8,7 @@ import pytest
 import jaxgpt
 from jaxgpt.data.conversations import find_end_of_turn, tokenise
 from jaxgpt.data.dataset import DataConfig
-from jaxgpt.data.template import find_template, list_plain_characters
+from jaxgpt.data.template import PLAIN_CHARACTERS, find_template
 from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, train_bpe
 from jaxgpt.tools.convert import export_gguf, export_hf, import_model, write_tokenizer
 from tests.conftest import TEXT
@@ -46,7 +46,7 @@ def test_transformers_reads_conversations_as_the_run_does(chat, kind, tmp_path):
     system = {"role": "system", "content": "1 and 0?"}
     turns = [{"role": ("user", "assistant")[n % 2], "content": x} for n, x in enumerate(["1 and 2?", "x3", "", " x\n"])]
     if kind != "chatml":
-        alphabet = list_plain_characters() + "".join(m["content"] for m in (system, *turns))
+        alphabet = PLAIN_CHARACTERS + "".join(m["content"] for m in (system, *turns))
         known = {"char": CharTokenizer(alphabet), "byte": ByteTokenizer(), "bpe": train_bpe([TEXT], 260)}
         known["begun"] = BPETokenizer(tokenizer_json(("<s>", "<|system|>")))
         run, out = dataclasses.replace(run, tokenizer=known[kind], directory=tmp_path / "none"), tmp_path

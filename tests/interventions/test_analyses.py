@@ -26,21 +26,20 @@ from tests.interventions.test_edits import CONFIGS, SIZE, TOKENS, make, quick
 # Ablation -------------------------------------------------------------------------------------------------------------
 
 ROWS = np.random.default_rng(1).integers(0, 23, (3, 9))
-MASK = np.arange(8) >= np.array([[0], [3], [5]])
 
 
 def row_losses(model, params, edits):
-    return np.asarray(token_losses(run(model, params, ROWS, edits).logits_BTV, ROWS).mean(axis=1, where=MASK))
+    return np.asarray(token_losses(run(model, params, ROWS, edits).logits_BTV, ROWS).mean(axis=1))
 
 
 @pytest.mark.parametrize("by", [pytest.param("zero", marks=pytest.mark.slow), "mean"])
 def test_each_part_is_as_if_ablated_by_hand(by):
     """The rise is the mean of paired differences of rows, with scipy's own interval."""
     model, params = make(CONFIGS["gqa"])
-    found = ablate_all(model, params, ROWS, by=by, mask_BT=MASK)
+    found = ablate_all(model, params, ROWS, by=by)
     plain = row_losses(model, params, [])
     read = run(model, params, ROWS, read=["h_0/heads", "h_1/mlp"]).activations
-    means = {name: np.asarray(x)[:, :-1][MASK].mean(axis=0) for name, x in read.items()}
+    means = {name: np.asarray(x)[:, :-1].mean(axis=(0, 1)) for name, x in read.items()}
     head = zero("heads", 0, index=2) if by == "zero" else replace("heads", 0, by=means["h_0/heads"][2], index=2)
     mlp = zero("mlp", 1) if by == "zero" else replace("mlp", 1, by=means["h_1/mlp"])
     chex.assert_trees_all_close(found.loss, plain.mean(), rtol=1e-5)
@@ -54,7 +53,7 @@ def test_each_part_is_as_if_ablated_by_hand(by):
         chex.assert_trees_all_close([rise - margin, rise + margin], list(expected), atol=1e-4)
         assert abs(rise) > 1e-3
     compiled = _run_each._cache_size()
-    ablate_all(model, params, ROWS[:, ::-1], by=by, mask_BT=MASK)
+    ablate_all(model, params, ROWS[:, ::-1], by=by)
     assert _run_each._cache_size() == compiled
 
 
@@ -121,9 +120,8 @@ def test_the_lens_ends_in_the_models_logits(name):
 def test_what_an_analysis_refuses_is_one_clear_line():
     for call, args, how, words in (
         (ablate_all, [ROWS], {"by": "median"}, "by='median': needs zero or mean"),
-        (ablate_all, [ROWS], {"mask_BT": MASK & (MASK.sum(1, keepdims=True) > 3)}, "with a target in each row"),
-        (patch, [INTO, SOURCE, "head", difference], {}, "place='head': needs one of queries, keys"),
-        (patch, [INTO, SOURCE + 23, "heads", difference], {}, "tokens from .*: give 0 to 22"),
+        (patch, [INTO, SOURCE, "head", difference], {}, "'h_0/head': give the form h_0/PLACE"),
+        (patch, [INTO, SOURCE + 23, "heads", difference], {}, "the model knows 0 to 22"),
     ):
         model, params = make(CONFIGS["gpt2"])
         with pytest.raises(UserError, match=words):

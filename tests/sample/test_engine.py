@@ -7,10 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxgpt.errors import UserError
 from jaxgpt.sample import Sampling, programs
-from jaxgpt.sample.engine import Engine, Request, generate, prompt_keys
-from jaxgpt.sample.quantize import for_decoding
+from jaxgpt.sample.engine import Engine, Request, prompt_keys
 from jaxgpt.sample.score import score
 from tests.helpers import TINY, make_model
 
@@ -83,22 +81,6 @@ def test_many_requests_at_once_have_the_bits_of_each_alone():
         wanted = request.top_logprobs
         assert len(logprobs) == (0 if wanted is None else len(tokens))
         assert all(len(each) == (wanted or 0) for each in top)
-
-
-@pytest.mark.slow
-def test_as_many_slots_give_the_bits_of_generate():
-    """Though its cache has other columns, and its requests come in bursts."""
-    prompts = [request.prompt for request in requests(6)]
-    how = dict(key=jax.random.key(7), max_new_tokens=20, sampling=SAMPLINGS[2], logprobs=True)
-    model, params = for_decoding(*long())  # as `generate` and a server lay them out
-    written = generate(model, params, prompts, slots=3, **how)
-    wanted = [
-        Request(prompt=prompt, key=key, max_new_tokens=20, sampling=SAMPLINGS[2], top_logprobs=0)
-        for prompt, key in zip(prompts, prompt_keys(jax.random.key(7), prompts), strict=True)
-    ]
-    served = serve(Engine(model, params, slots=3), wanted)
-    assert [tokens for tokens, *_ in served] == written.tokens
-    assert [logprobs for _, logprobs, *_ in served] == written.logprobs
 
 
 def test_log_probabilities_and_alternatives_are_the_models():
@@ -185,27 +167,3 @@ def test_a_cancelled_request_leaves_its_slot_and_the_others_alone(resizes):
         for piece in engine.step():
             done[piece.slot] += piece.tokens
     assert [done[other], done[slot]] == [tokens for tokens, *_ in expected]
-
-
-def test_bad_requests_are_refused():
-    engine, request = Engine(*lively(), slots=2), next(requests(1))
-    for change, said in (
-        ({"prompt": []}, "the prompt is empty"),
-        ({"prompt": [1] * (C + 1)}, f"the prompt has {C + 1} tokens: needs at most block_size={C}"),
-        ({"prompt": [11]}, "the model knows 0 to 10"),
-        ({"stop_tokens": range(9)}, "9 stop tokens: needs at most 8"),
-    ):
-        with pytest.raises(UserError, match=said):
-            engine.submit(dataclasses.replace(request, **change))
-    assert engine.is_idle
-
-
-def test_a_deep_models_prompt_is_read_block_by_block_to_the_same_bits(monkeypatch):
-    model, params = for_decoding(*make_model(dataclasses.replace(CONFIG, n_layer=3)))
-    tokens_1T, caches = np.arange(8, dtype=np.int32)[None], []
-    for deep in (1, 99):
-        monkeypatch.setattr(programs, "DEEP", deep)
-        cache = programs.allocate_cache(model, params, 1, C, None)
-        caches.append(programs.prefill(model, params, cache, tokens_1T, np.int32(0), np.int32(7)))
-    jax.tree.map(np.testing.assert_array_equal, *caches)
-    assert all(np.any(x) for x in jax.tree.leaves(caches[0]))

@@ -81,14 +81,6 @@ def test_counted_penalties_and_biases_are_their_formula():
     np.testing.assert_allclose(SamplingRows.stack([how]).adjust(LOGITS, seen), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "bias", [((1, 101.0),), ((-1, 1.0),), ((1, 1.0), (1, 2.0)), ((1,),), 1, tuple((i, 1.0) for i in range(1025))]
-)
-def test_biases_that_mean_nothing_are_refused(bias):
-    with pytest.raises(UserError, match=r"logit_bias=.*needs"):
-        Sampling(logit_bias=bias)
-
-
 def test_the_penalty_makes_seen_tokens_less_likely_and_no_other():
     seen = np.zeros(LOGITS.shape, bool)
     seen[:, ::2] = True

@@ -65,7 +65,7 @@ def test_greedy_equals_recomputation_of_ragged_prompts_far_past_the_context(posi
     model, params = lively(position)
     out = run(model, params, PROMPTS, new=3 * C, sampling=GREEDY)
     assert out.tokens == [restarting(model, params, prompt, 3 * C) for prompt in PROMPTS]
-    assert max(len(set(tokens)) for tokens in out.tokens) > 2
+    assert max(len(set(tokens)) for tokens in out.tokens) > 2 and out.logprobs is None
 
 
 @pytest.mark.parametrize("position", ["rope", pytest.param("none", marks=pytest.mark.slow)])
@@ -121,19 +121,6 @@ def test_streaming_is_the_same_text_by_the_same_program():
     assert decode._cache_size() == compiled
     assert len(pieces[0][0]) <= 1
     assert [[token for piece in pieces for token in piece[row]] for row in range(4)] == expected
-
-
-def test_log_probabilities_are_the_models():
-    model, params = even("rope")
-    prompts = [[3], [1, 2, 3, 4, 5], [7, 7], [1, 2]]
-    out = run(model, params, prompts, new=C - 5, logprobs=True, sampling=Sampling(temperature=2.0, top_k=3))
-    for prompt, tokens, mine, ahead in zip(prompts, out.tokens, out.logprobs, out.prompt_logprobs, strict=True):
-        text = prompt + tokens
-        all_TV = jax.nn.log_softmax(apply(model, params, jnp.array([text + [0] * (C - len(text))]))[0], axis=-1)
-        expected = [float(all_TV[i, token]) for i, token in enumerate(text[1:])]
-        assert np.isnan(ahead[0])
-        np.testing.assert_allclose(ahead[1:] + mine, expected, rtol=1e-4, atol=1e-4)
-    assert run(model, params, prompts, new=2).logprobs is None
 
 
 def test_the_repetition_penalty_knows_prompt_and_text():

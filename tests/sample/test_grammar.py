@@ -11,10 +11,8 @@ import pytest
 
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, train_bpe
 from jaxgpt.errors import UserError
-from jaxgpt.sample import Sampling
-from jaxgpt.sample.engine import Engine, Request, generate
+from jaxgpt.sample.engine import generate
 from jaxgpt.sample.grammar import compile_grammar
-from jaxgpt.sample.quantize import for_decoding
 from tests.conftest import TEXT
 from tests.helpers import TINY, make_model
 
@@ -147,25 +145,3 @@ def test_a_batch_follows_one_grammar_until_it_is_cut(model, monkeypatch):
     assert [len(row) for row in found.logprobs] == [len(row) for row in found.tokens]
     cut = generate(*model, prompts, key=jax.random.key(0), max_new_tokens=20, grammar=grammar, slots=3)
     assert cut.tokens == [row[:20] for row in found.tokens]
-
-
-@pytest.mark.slow
-def test_others_in_the_batch_are_not_touched(model):
-    """Their tokens are those that they have alone, in bursts, to the bit."""
-    grammar, sampling = compile_grammar(ByteTokenizer(), regex="[ab]{20}"), Sampling(temperature=0.9, top_k=40)
-
-    def run(requests):
-        engine, texts = Engine(*for_decoding(*model), slots=3), {}
-        for request in requests:
-            texts[engine.submit(request)] = []
-        engine.finish_reading()
-        while not engine.is_idle:
-            for piece in engine.decode():
-                texts[piece.slot] += zip(piece.tokens, piece.logprobs, strict=True)
-        return texts
-
-    free = Request(prompt=[7, 8], key=jax.random.key(3), max_new_tokens=40, sampling=sampling, top_logprobs=0)
-    bound = Request(prompt=[9], key=jax.random.key(4), max_new_tokens=30, grammar=grammar, top_logprobs=0)
-    together = run([free, bound])
-    assert together[0] == run([free])[0]
-    assert re.fullmatch("[ab]{20}", bytes(i for i, _ in together[1]).decode())

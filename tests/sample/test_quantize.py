@@ -13,9 +13,8 @@ MATRIX_FD = jax.random.normal(jax.random.key(0), (29, 24))
 
 
 @pytest.mark.parametrize("rows", [1, 9])
-@pytest.mark.parametrize(
-    ("dtype", "error"), [("float32", 2e-5), ("bfloat16", 0.12), ("int8", 0.25)]
-)  # sums of 24 products of size 1: half a step of 2^-8, or of 2/127, in each factor
+# Sums of 24 products of size 1: half a step of 2^-8, or of 2/127, in each factor.
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 2e-5), ("bfloat16", 0.12), ("int8", 0.25)])
 def test_a_product_for_decoding_is_the_product(rows, dtype, error):
     x_ND = jax.random.normal(jax.random.key(1), (rows, 24))
     y_NF = jax.jit(lambda p, x: p.matmul(x))(DecodeMatrix.quantize(MATRIX_FD, dtype), x_ND)

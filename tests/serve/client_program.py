@@ -5,9 +5,7 @@ without a client. GIVEN has, in JSON, the questions and these answers.
 """
 
 import json
-import os
 import sys
-from pathlib import Path
 from typing import Annotated, Literal
 
 import pydantic
@@ -151,75 +149,6 @@ def use_langchain():
     result = ToolMessage("rain", tool_call_id=made.tool_calls[0]["id"])
     roomy.bind_tools([WEATHER]).invoke([*MESSAGES, made, result])
     fails(ContextOverflowError, lambda: chat.invoke(OVERLONG))
-
-
-def use_instructor():
-    import instructor
-    import openai
-    from instructor import Mode
-
-    client = openai.OpenAI(base_url=URL, **WHERE)
-    asked = dict(model=MODEL, messages=MESSAGES, max_tokens=ROOM, max_retries=0)
-    for mode in (Mode.JSON_SCHEMA, Mode.TOOLS, Mode.TOOLS_STRICT):
-        maker = instructor.from_openai(client, mode=mode)
-        assert isinstance(maker.create(response_model=Person, **asked), Person)
-    parts = list(instructor.from_openai(client, mode=Mode.JSON_SCHEMA).create_partial(response_model=Person, **asked))
-    Person.model_validate(parts[-1].model_dump())
-
-
-def use_llama_index():
-    import openai
-    from llama_index.core.llms import ChatMessage
-    from llama_index.core.tools import FunctionTool
-    from llama_index.llms.openai_like import OpenAILike
-
-    def get_weather(place: str, days: int) -> str:
-        """Return the weather in a place."""
-        return f"{days} days of rain in {place}"
-
-    where = dict(model=MODEL, api_base=URL, context_window=CONTEXT, **WHERE)
-    asked = dict(max_tokens=TOKENS, temperature=SETTINGS["temperature"], additional_kwargs={"seed": SETTINGS["seed"]})
-    chat, text = OpenAILike(**where, **asked, is_chat_model=True), OpenAILike(**where, **asked)
-    assert text.complete(PROMPT).text == "".join(part.delta for part in text.stream_complete(PROMPT)) == TEXT
-    messages = [ChatMessage(**message) for message in MESSAGES]
-    made = chat.chat(messages)
-    assert made.message.content == list(chat.stream_chat(messages))[-1].message.content == ANSWER
-    chat.chat([*messages, made.message, ChatMessage(role="user", content="Then?")])
-    roomy = dict(**where, is_chat_model=True, max_tokens=ROOM)
-    structured = OpenAILike(**roomy, should_use_structured_outputs=True)
-    assert isinstance(structured.as_structured_llm(Person).chat(messages).raw, Person)
-    able, tool = (
-        OpenAILike(**roomy, is_function_calling_model=True),
-        FunctionTool.from_defaults(get_weather, fn_schema=Place),
-    )
-    called = able.chat_with_tools([tool], user_msg="Is it?", tool_required=True)
-    check_call(able.get_tool_calls_from_response(called)[0].tool_kwargs)
-    assert fails(openai.BadRequestError, lambda: chat.complete(OVERLONG)).code == "context_length_exceeded"
-
-
-def use_llm():
-    import yaml
-    from click.testing import CliRunner
-    from llm.cli import cli
-
-    directory = Path(os.environ["LLM_USER_PATH"])
-    mine = dict(model_id="mine", model_name=MODEL, api_base=URL, supports_schema=True, supports_tools=True)
-    models = [mine, dict(model_id="text", model_name=MODEL, api_base=URL, completion=True)]
-    (directory / "extra-openai-models.yaml").write_text(yaml.safe_dump(models))
-    options = [word for name, value in SETTINGS.items() for word in ("-o", name, str(value))]
-    system, user = (message["content"] for message in MESSAGES)
-
-    def ask(*argv: str) -> str:
-        done = CliRunner().invoke(cli, argv, catch_exceptions=False)
-        assert done.exit_code == 0, done.output
-        return done.output.removesuffix("\n")
-
-    assert ask("-m", "mine", "-s", system, user, *options) == ANSWER
-    ask("-c", "Then?", *options)
-    assert ask("-m", "mine", "--no-stream", "-s", system, user, *options) == ANSWER
-    assert ask("-m", "text", PROMPT, *options) == TEXT
-    check_call(json.loads(ask("-m", "mine", "--schema", json.dumps(PLACE), "Who?")))
-    ask("-m", "mine", "-T", "llm_version", "Which?", *options)
 
 
 if __name__ == "__main__":

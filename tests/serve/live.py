@@ -14,9 +14,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxgpt.training import fit
+from jaxgpt.data.dataset import DataConfig, open_data
 from tests.conftest import REPOSITORY, TEXT
-from tests.helpers import replace_fields, tiny_experiment
+from tests.helpers import make_model, recorded_run, write_params
 from tests.serve.conftest import wait_for
 
 MODEL = "tiny"  # the run directory, and so the name of the model
@@ -75,16 +75,14 @@ class Server:
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def tiny_run(directory: Path, *, block_size: int, steps: int = 6, **train) -> Path:
-    """Train a model of bytes in seconds, and return its run directory."""
+def tiny_run(directory: Path, *, block_size: int) -> Path:
+    """Return the directory of a run of bytes, whose parameters are random."""
     text = directory / "text.txt"
     text.write_text(TEXT.replace("n", "ñ") * 4 * (1 + block_size // 256), encoding="utf-8")
-    train |= dict(steps=steps, eval_every=steps, checkpoint_every=steps, log_every=steps, sample_tokens=0)
-    e = tiny_experiment(text, **train)
-    model = {"n_embd": 16, "block_size": block_size}
-    e = replace_fields(e, model=model, data={"tokenizer": "byte"}, optim={"learning_rate": 2e-2})
-    fit(e, directory / MODEL, progress=False)
-    return directory / MODEL
+    config = DataConfig(path=str(text), tokenizer="byte")
+    run = recorded_run(directory / MODEL, config, open_data(config, block_size=block_size), block_size=block_size)
+    write_params(run.directory, make_model(run.model.config)[1], 0)
+    return run.directory
 
 
 @contextlib.contextmanager

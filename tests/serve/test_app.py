@@ -121,9 +121,7 @@ def test_models_tokens_and_health(faked):
     assert client.get("/v1/models/tiny").json() == model and client.get("/v1/models/").json()["data"] == [model]
     tokens = client.ask("/tokenize", prompt="né", return_token_strs=True).json()
     assert tokens == {"count": 3, "max_model_len": BLOCK, "tokens": [110, 195, 169], "token_strs": ["n", "�", "�"]}
-    echo = client.ask(
-        prompt=[110, 195, 169], echo=True, max_tokens=0
-    ).json()  # the text of ids, as the page asks for it
+    echo = client.ask(prompt=[110, 195, 169], echo=True, max_tokens=0).json()  # as the page asks for the text of ids
     assert echo["choices"][0]["text"] == "né"
     assert client.get("/health").json() == {"status": "ok"}
 

@@ -146,7 +146,6 @@ def test_messages_of_other_programs_are_read(faked):
         {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "audio": None, "function_call": None},
         {"role": "assistant", "content": "x", "tool_calls": [], "provider_specific_fields": {"refusal": None}},
         {"role": "assistant", "content": None, "refusal": None, "tool_calls": None},
-        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}, {"type": "text", "text": "x"}]},
         {"role": "tool", "content": "x", "tool_call_id": "1", "name": "a"},
     ):
         assert client.ask(CHAT, messages=[message, *HELLO], max_tokens=1).status_code == 200, message
