@@ -9,6 +9,7 @@ import pytest
 
 from jaxgpt.sample import Sampling, programs
 from jaxgpt.sample.engine import Engine, Request, prompt_keys
+from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.sample.score import score
 from tests.helpers import TINY, make_model
 
@@ -167,3 +168,14 @@ def test_a_cancelled_request_leaves_its_slot_and_the_others_alone(resizes):
         for piece in engine.step():
             done[piece.slot] += piece.tokens
     assert [done[other], done[slot]] == [tokens for tokens, *_ in expected]
+
+
+def test_a_deep_models_prompt_is_read_block_by_block_to_the_same_bits(monkeypatch):
+    model, params = for_decoding(*make_model(dataclasses.replace(CONFIG, n_layer=3)))
+    tokens_1T, caches = np.arange(8, dtype=np.int32)[None], []
+    for deep in (1, 99):
+        monkeypatch.setattr(programs, "DEEP", deep)
+        cache = programs.allocate_cache(model, params, 1, C, None)
+        caches.append(programs.prefill(model, params, cache, tokens_1T, np.int32(0), np.int32(7)))
+    jax.tree.map(np.testing.assert_array_equal, *caches)
+    assert all(np.any(x) for x in jax.tree.leaves(caches[0]))
