@@ -20,7 +20,7 @@ from jaxgpt.config.validate import check_count, short_repr
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
-from jaxgpt.sample import Decoding, Precision, Sampling, programs
+from jaxgpt.sample import BUCKET, Decoding, Precision, Sampling, programs
 from jaxgpt.sample.filters import SamplingRows
 from jaxgpt.sample.grammar import Grammar
 from jaxgpt.sample.programs import cache_columns, check_ids, check_prompt, chunk_size, next_bucket
@@ -298,8 +298,13 @@ def generate(
     key: jax.Array,
     max_new_tokens: int,
     sampling: Sampling | None = None,
+    stop_tokens: Sequence[int] = (),
     logprobs: bool = False,
-    **options: Any,
+    vocab_size: int | None = None,
+    cache_dtype: Precision | None = None,
+    bucket: int = BUCKET,
+    slots: int | None = None,
+    grammar: Grammar | None = None,
 ) -> Generated:
     """Continue each prompt, a list of ids of any length, by up to `max_new_tokens` ids.
 
@@ -313,13 +318,21 @@ def generate(
             both forms until the trained ones are freed. To hold one, call `for_decoding` with `donate`.
         prompts: lists of ids, none empty, else `UserError`. Beyond block_size only the end is read, with a warning.
         key: the key of all draws. Each prompt has its own, derived from it and from how many equal prompts come before it.
-        max_new_tokens: most tokens of a completion, at least 1.
+        max_new_tokens: at least 1. It and the other arguments are the fields of `Decoding`.
         sampling: filters of the logits. None means the model's own distribution.
-        logprobs: also return log-probabilities of generated and prompt tokens.
-        options: other fields of `Decoding`: stop_tokens, vocab_size, cache_dtype, bucket, slots and grammar.
     """
-    how = {"max_new_tokens": max_new_tokens, "sampling": sampling or Sampling(), "logprobs": logprobs}
-    ((tokens, drawn),) = _decode(model, params, prompts, Decoding(**how, **options), key, None)
+    decoding = Decoding(
+        max_new_tokens=max_new_tokens,
+        sampling=sampling or Sampling(),
+        stop_tokens=stop_tokens,
+        logprobs=logprobs,
+        vocab_size=vocab_size,
+        cache_dtype=cache_dtype,
+        bucket=bucket,
+        slots=slots,
+        grammar=grammar,
+    )
+    ((tokens, drawn),) = _decode(model, params, prompts, decoding, key, None)
     if not logprobs:
         return Generated(tokens=tokens)
     read = score(model, params, [prompt[-model.config.block_size :] for prompt in prompts])
