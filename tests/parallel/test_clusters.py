@@ -1,6 +1,7 @@
 """What starts a training over several hosts, on this machine: SLURM's daemons, and Ray's workers."""
 
 import os
+import random
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import REPOSITORY
+from tests.faults.grid_kills import STUDY, read_results, run
 from tests.helpers import check_command, needs
 from tests.parallel.eight_devices import CURVES_EQUAL
 from tests.parallel.test_multihost import OPTIONS, curve
@@ -32,7 +34,8 @@ def run_under_slurm(script, place):
     """What a bash script says, standard error included, where SLURM has the two idle nodes n1 and n2."""
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", "SLURM_DEADLINE": "240"}
     command = [SLURM, "bash", "-euo", "pipefail", "-c", script]
-    done = subprocess.run(command, cwd=place, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    how = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 420}
+    done = subprocess.run(command, cwd=place, env=env, **how)
     if done.returncode == 77:
         pytest.skip(f"no SLURM may be installed here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -52,6 +55,16 @@ def test_slurm_trains_one_run_in_two_processes(place):
     said = run_under_slurm(f"srun -N2 -n2 {words}", place)
     assert "2 x cpu" in said and said.count("done in") == 1 and "slurm: all removed" in said
     check_run(place, "slurm")
+
+
+@pytest.mark.slow
+def test_an_array_of_jobs_is_one_study(place):
+    (place / "own.py").write_text(STUDY.format(text=str(place / "text.txt")))
+    command = "study own.py --seeds 1 --run-dir "
+    assert run(f"{command} alone", place, None, 0, random.Random(0)) == (0, "")
+    (place / "study.sh").write_text(f"#!/bin/bash\n{sys.executable} -m jaxgpt {command} array\n")
+    said = run_under_slurm("sbatch --wait --array=0-1 study.sh; tail -n 3 slurm-*.out", place)
+    assert read_results(place / "array") == read_results(place / "alone") != {}, said
 
 
 @pytest.mark.slow
