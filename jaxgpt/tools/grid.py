@@ -154,9 +154,9 @@ def train_or_resume(experiment: Experiment, directory: Path, fit_one: Callable[.
 
     Raises `HeldElsewhere` if another process trains it. fit_one: trains a run as `jaxgpt.fit` does.
     """
-    address = address_of(directory)  # a run in a bucket is held by its lease
-    claim = lock_run(directory, fresh=False, name=CLAIM) if address is None else contextlib.nullcontext()
-    with claim:
+    with contextlib.ExitStack() as stack:
+        if address_of(directory) is None:  # a run in a bucket is held by its lease
+            stack.callback(lock_run(directory, fresh=False, name=CLAIM).release)
         validated, place = [], fetch_run(directory)
         if is_run(place):
             check_same_configuration(read_metadata(place), experiment)
