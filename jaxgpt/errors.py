@@ -11,10 +11,6 @@ class UserError(ValueError):
     """
 
 
-class HeldElsewhere(UserError):
-    """Another process trains the run."""
-
-
 class CheckpointSaveError(RuntimeError):
     """A checkpoint, or the metrics with it, could not be written. Earlier ones are unchanged."""
 

@@ -178,17 +178,24 @@ class Conversations(Split):
         self._ids, self.answers, self.block_size = ids, answers, block_size
         starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
         whole = np.array(ends) - starts
-        lengths = whole.copy()  # tokens to read of each
-        for n in np.flatnonzero(whole > block_size + 1):
-            # Read one token more, to see whether an answer ends at the last.
-            ahead = np.asarray(answers[starts[n] : starts[n] + block_size + 2], bool)
-            last = np.flatnonzero(ahead[:-1] & ~ahead[1:])
-            lengths[n] = last[-1] + 1 if len(last) else 0
-        sizes = lengths - 1  # inputs that they take up in a row. The target of each is in the same conversation
-        kept = sizes > 0
+        lengths, sizes = self.fit(starts, whole)
+        kept = (sizes > 0) & (sizes <= block_size)
         self.needed = whole - 1  # the block_size that holds each conversation whole
         self.left_out, self.shortened = int((~kept).sum()), int((kept & (lengths < whole)).sum())
         self.starts, self.lengths, self.sizes = starts[kept], lengths[kept], sizes[kept]
+
+    def fit(self, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (tokens to read of each, inputs that they take up in a row).
+
+        A conversation of n tokens gives n - 1 inputs. The target of each is in the same conversation.
+        """
+        lengths = lengths.copy()
+        for n in np.flatnonzero(lengths > self.block_size + 1):
+            # Read one token more, to see whether an answer ends at the last.
+            ahead = np.asarray(self.answers[starts[n] : starts[n] + self.block_size + 2], bool)
+            last = np.flatnonzero(ahead[:-1] & ~ahead[1:])
+            lengths[n] = last[-1] + 1 if len(last) else 0
+        return lengths, lengths - 1
 
     # Best fit depends only on lengths, so it runs once: each epoch shuffles conversations of equal length among the
     # rows, and the order of the rows. Every epoch thus has the same number of rows, and the n-th row of a run follows

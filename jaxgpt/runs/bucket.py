@@ -25,7 +25,7 @@ from urllib.parse import quote, unquote
 import filelock
 
 from jaxgpt.data.corpus import open_bucket
-from jaxgpt.errors import CheckpointSaveError, HeldElsewhere, UserError, first_line
+from jaxgpt.errors import CheckpointSaveError, UserError, first_line
 from jaxgpt.files import cache_directory, make_cache, parse_json, write_whole
 
 LOG = logging.getLogger(__name__)
@@ -41,6 +41,10 @@ TO_LIST = r"(.*/)?(experiment\.json|metrics\.jsonl|code/.*|checkpoints/\d+/manif
 BEGINNINGS = re.compile(
     r"\.(lock|claim|lease)|(tokenizer|tokenizer_config|special_tokens_map|experiment)\.json(\..*)?|chat_template\.jinja|hf|code"
 )
+
+
+class HeldElsewhere(UserError):
+    """Another process trains the run."""
 
 
 def address_of(run: object) -> str | None:

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 from jaxgpt.config.serialize import Checked, from_dict, to_dict
 from jaxgpt.config.validate import NonNegativeInt, PositiveInt, Size, check_value, short, short_repr
 from jaxgpt.data.corpus import service_errors
-from jaxgpt.errors import HeldElsewhere, UserError, reason_of, shell_line
+from jaxgpt.errors import UserError, reason_of, shell_line
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import is_there, json_sha256, read_json, write_whole
 from jaxgpt.model import GPTConfig
-from jaxgpt.runs.bucket import BEGINNINGS, Bucket, address_of, name_of
+from jaxgpt.runs.bucket import BEGINNINGS, Bucket, HeldElsewhere, address_of, name_of
 from jaxgpt.runs.code import CodeError, digests_of, find_class, keep_code, own_code
 
 if TYPE_CHECKING:  # 0.1 s to import

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.data.corpus import open_bucket, service_errors
-from jaxgpt.errors import Diverged, HeldElsewhere, Preempted, first_line
+from jaxgpt.errors import Diverged, Preempted, first_line
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import write_whole
-from jaxgpt.runs.bucket import address_of
+from jaxgpt.runs.bucket import HeldElsewhere, address_of
 from jaxgpt.runs.code import Files, pack, unpack
 from jaxgpt.runs.directory import CLAIM, fetch_run, is_run, lock_run, read_metadata
 from jaxgpt.runs.metrics import finite_values, read_metrics

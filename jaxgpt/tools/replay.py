@@ -23,7 +23,7 @@ from jaxgpt.config.validate import Count, Fraction, Interval, check_value
 from jaxgpt.config.words import replace_fields
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json, render_json
-from jaxgpt.parallel.jax_setup import first_device
+from jaxgpt.parallel.jax_setup import device_name
 from jaxgpt.parallel.trainer import fit_devices, gather_params
 from jaxgpt.runs.autopsy import NonFiniteReport, debug_step
 from jaxgpt.runs.checkpoint import CorruptCheckpoint, open_checkpoints
@@ -192,7 +192,7 @@ def audit(
     newest = max((step for step, val_loss in claims.kept.items() if val_loss is not None), default=None)
     if newest is not None and newest not in measured:
         findings += _validate(training, claims, newest, training.restore_or_init(newest), tolerance)
-    here = installed_versions() | {"device": first_device().device_kind}
+    here = installed_versions() | {"device": device_name()}
     there = metadata.versions | {"device": metadata.device}
     return AuditResult(
         run=str(metadata.directory),

@@ -14,11 +14,12 @@ import numpy as np
 from jaxgpt.config.serialize import differences
 from jaxgpt.config.validate import check_count, short, short_repr
 from jaxgpt.config.words import replace_fields
-from jaxgpt.errors import HeldElsewhere, UserError
+from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import render_json
 from jaxgpt.loss import ObjectiveConfig
 from jaxgpt.parallel.multihost import initialize
+from jaxgpt.runs.bucket import HeldElsewhere
 from jaxgpt.runs.directory import fetch_run, is_run, read_metadata
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import describe_data_changes
