@@ -20,7 +20,7 @@ from jaxgpt.runs.metrics import MetricsFile, read_metrics
 from jaxgpt.tools.replay import replay
 from jaxgpt.train import init_state
 from jaxgpt.training import fit
-from tests.helpers import plant_bad_targets, replace_fields, tiny_experiment
+from tests.helpers import logged, plant_bad_targets, replace_fields, tiny_experiment
 from tests.test_session import Killed, _raise_at
 
 
@@ -110,11 +110,6 @@ def whole(bumpy, bad_batch, tmp_path_factory):
     return run, saved
 
 
-def lines_of(directory):
-    unlike = ("seconds", "tokens_per_second", "mfu", "val_loss")
-    return [{k: v for k, v in x.items() if k not in unlike} for x in read_metrics(directory / "metrics.jsonl")]
-
-
 def test_two_bad_batches_do_not_stop_a_run(whole):
     run, saved = whole
     lines = {x["step"]: x for x in read_metrics(run.directory / "metrics.jsonl") if "val_loss" not in x}
@@ -136,7 +131,8 @@ def test_killed_and_resumed_it_skips_the_same_steps_bit_for_bit(whole, bumpy, tm
     found = replay(tmp_path / "r", kept + 1)
     assert (found.origin, found.equal) == (f"the checkpoint, after step {kept}", True)
     resumed = fit(bumpy, tmp_path / "r", progress=False)
-    assert lines_of(tmp_path / "r") == lines_of(run.directory)
+    lines, expected = ([x for x in logged(d) if "val_loss" not in x] for d in (tmp_path / "r", run.directory))
+    assert lines == expected
     last = load(run.directory, which="last").params
     chex.assert_trees_all_equal(load(tmp_path / "r", which="last").params, last)
     assert resumed.step == run.step
