@@ -24,8 +24,8 @@ import numpy as np
 
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints, CorruptCheckpoint
-from jaxgpt.runs.metrics import read_metrics
 from tests.conftest import REPOSITORY
+from tests.helpers import logged
 
 OPTIONS = """
     --model.n-layer 2 --model.n-head 4 --model.n-embd 64 --model.block-size 32 --model.dropout 0.2 --train.batch-size 4
@@ -65,12 +65,6 @@ def start(directory: Path, options: list[str], told: Path) -> subprocess.Popen:
             stdout=subprocess.DEVNULL,
             stderr=stderr,
         )
-
-
-def logged(directory: Path) -> list[tuple]:
-    """All of metrics.jsonl that does not depend on the clock."""
-    keys = ("step", "tokens", "loss", "grad_norm", "learning_rate", "val_loss")
-    return [tuple(line.get(k) for k in keys) for line in read_metrics(directory / "metrics.jsonl")]
 
 
 def differences(one: Path, other: Path) -> int:
