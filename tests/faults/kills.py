@@ -145,21 +145,12 @@ def harass(root: Path, options: list[str], *, kills: int, every: float, inside: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--every", type=float, default=10.0, help="seconds between kills, on average")
     parser.add_argument("--inside-saves", action="store_true", help="kill while a checkpoint is being written")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--root", type=Path, help="where the runs go; default: a temporary directory")
     parser.add_argument("options", nargs="*", help="of jaxgpt train, behind --")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        report = harass(
-            (given.root or Path(temporary)).absolute(),
-            [*OPTIONS.split(), *given.options],
-            kills=given.kills,
-            every=given.every,
-            inside=float(given.inside_saves),
-            seed=given.seed,
-        )
+        options, inside = [*OPTIONS.split(), *given.options], float(given.inside_saves)
+        report = harass(Path(temporary), options, kills=given.kills, every=10.0, inside=inside, seed=0)
     print(*(f"{name:10} {value}" for name, value in dataclasses.asdict(report).items()), sep="\n")
     raise SystemExit(0 if report.good else 1)
 
