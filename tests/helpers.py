@@ -26,6 +26,7 @@ from jaxgpt.optim import OptimConfig
 from jaxgpt.run import Run
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import read_metadata, write_metadata
+from jaxgpt.runs.metrics import read_metrics
 from tests.conftest import REPOSITORY, SIZES
 
 DIMS = chex.Dimensions(**SIZES)
@@ -139,6 +140,12 @@ def edit_record(run: Path, change: Callable[[dict], object]) -> None:
     record.pop("sha256", None)
     change(record)
     path.write_text(json.dumps(record))
+
+
+def logged(run: Path) -> list[dict]:
+    """What a run logs, but for its clock."""
+    clock = ("seconds", "tokens_per_second")
+    return [{k: v for k, v in line.items() if k not in clock} for line in read_metrics(run / "metrics.jsonl")]
 
 
 def write_params(run: Path, params: dict, step: int) -> None:

@@ -17,8 +17,8 @@ from jaxgpt.training import fit
 from tests.bad_inputs import AT_IMPORT, TRAIN, rows
 from tests.bad_place import prepare_place
 from tests.conftest import TEXT
-from tests.helpers import tiny_experiment
-from tests.zygote import Zygote, fresh
+from tests.helpers import run_command, tiny_experiment
+from tests.zygote import NO_CACHE, Zygote
 
 
 @pytest.fixture(scope="module")
@@ -95,5 +95,6 @@ def test_bad_input(zygote, place, untouched, row):
 @pytest.mark.parametrize("row", [rows()[0], *AT_IMPORT], ids=name_of)
 def test_the_same_in_a_fresh_process(place, untouched, row):
     line, env, said = row
-    assert_refused(fresh(shlex.split(line), place, **env), said)
+    env = {"JAX_PLATFORMS": "cpu"} | NO_CACHE | env
+    assert_refused(run_command("-m", "jaxgpt", *shlex.split(line), cwd=place, **env), said)
     untouched()

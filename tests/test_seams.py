@@ -1,4 +1,4 @@
-"""Architectures of a user's own: a subclass of GPTConfig that overrides one `make_` method. And the plain `generate`."""
+"""Architectures of a user's own: a subclass of GPTConfig that overrides one `make_` method."""
 
 import dataclasses
 import functools
@@ -163,16 +163,3 @@ def test_an_adapter_that_nothing_adds_is_refused():
     lora, train = LoraConfig(rank=1, targets=("Dense_0",)), TrainConfig(init_from="x")
     with pytest.raises(UserError, match="lora.targets has h_0/mlp/Dense_0: only jaxgpt.layers.linear.Dense adds"):
         make_trainer(Experiment(name="x", model=config, lora=lora, train=train))
-
-
-@pytest.mark.slow
-def test_the_plain_generate_is_the_engine_without_a_cache():
-    model, params = make_model(dataclasses.replace(TINY, n_layer=1, position="rope"))
-    prompts, key = [[1, 2, 3], [4, 4, 10]], jax.random.key(0)
-    sampling = jaxgpt.Sampling(greedy=True)
-    expected = jaxgpt.generate(model, params, prompts, key=key, max_new_tokens=5, sampling=sampling).tokens
-    found = plain_generate.generate(model, params, jnp.asarray(prompts), key, max_new_tokens=5, temperature=0.0)
-    assert found[:, 3:].tolist() == expected and found[:, :3].tolist() == prompts
-    top = plain_generate.generate(model, params, jnp.asarray(prompts), key, max_new_tokens=20, top_k=1)
-    np.testing.assert_array_equal(top[:, :8], found)
-    assert top.shape == (2, 23)  # past the context, too

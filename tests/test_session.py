@@ -2,11 +2,7 @@
 
 import dataclasses
 import json
-import os
 import shutil
-import signal
-import threading
-import time
 
 import chex
 import jax
@@ -16,7 +12,7 @@ import pytest
 
 import jaxgpt
 from jaxgpt.config.serialize import differences
-from jaxgpt.errors import CheckpointSaveError, Preempted, UserError
+from jaxgpt.errors import CheckpointSaveError, UserError
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import read_metadata
@@ -154,35 +150,6 @@ def test_a_run_whose_directory_is_deleted_ends(experiment, tmp_path, monkeypatch
     with pytest.raises(CheckpointSaveError, match="r was deleted or moved, so step 2 is not saved"):
         fit(experiment, tmp_path / "r", progress=False)
     assert not (tmp_path / "r").exists()
-
-
-def test_a_signal_saves_and_says_how_to_go_on(experiment, tmp_path):
-    number = signal.SIGTERM
-    long = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, steps=100_000))
-    directory = tmp_path / "signalled"
-
-    def when_running():
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and not losses(directory):
-            time.sleep(0.05)
-        os.kill(os.getpid(), number)
-
-    thread = threading.Thread(target=when_running)
-    thread.start()
-    with pytest.raises(
-        Preempted, match=rf"{number.name}: saved step \d+ of 100000. To continue: jaxgpt train --run-dir"
-    ):
-        fit(long, directory, progress=False)
-    thread.join()
-    assert signal.getsignal(number) not in (None, signal.SIG_IGN)
-    saved = max(int(p.name) for p in (directory / "checkpoints").iterdir())
-    assert saved == losses(directory)[-1][0]
-
-
-def test_a_finished_run_is_left_as_it_is(run, experiment):
-    before = losses(run.directory)
-    again = fit(experiment, run.directory, progress=False)
-    assert again.step == run.step and losses(run.directory) == before
 
 
 @pytest.mark.slow

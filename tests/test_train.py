@@ -56,29 +56,19 @@ def run(compiled, state, steps=STEPS, batch=None):
     return losses, state
 
 
-@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
-def test_it_learns(name):
-    _, compiled, state = make_step(optim=dataclasses.replace(OPTIM, name=name))
-    _, metrics = compiled(state, make_batch(), jax.random.key(1))
-    assert set(metrics) == {"loss", "grad_norm", "learning_rate", "in_a_row"}
-    assert float(metrics["learning_rate"]) == pytest.approx(1e-2 / 3)
-    losses, state = run(compiled, state)
-    assert losses[-1] < losses[0] - 0.15
-    assert int(state.step) == STEPS
-
-
 # Sums of float32 in another order, through Adam, whose first steps are sign-like: 1e-4 of the learning rate's size.
 ACCUMULATION_TOLERANCE = dict(rtol=1e-4, atol=1e-6)
 
 
 def test_accumulation_equals_one_big_batch():
-    """Also when the micro-batches have different numbers of targets."""
+    """Also when the micro-batches have different numbers of targets. And it learns."""
     mask = np.ones((4, CONFIG.block_size), bool)
     mask[0, :5], mask[3] = False, False
     batch = make_batch(jnp.asarray(mask))
     one, _ = run(*make_step()[1:], batch=batch)
     four, _ = run(*make_step(grad_accum_steps=4)[1:], batch=batch)
     np.testing.assert_allclose(one, four, **ACCUMULATION_TOLERANCE)
+    assert one[-1] < one[0] - 0.15
 
 
 def test_micro_batches_draw_their_own_dropout():

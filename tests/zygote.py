@@ -2,7 +2,7 @@
 
 `python -m tests.zygote` reads a request a line, {"argv", "cwd", "env", "deadline"}, and answers {"returncode",
 "stdout", "stderr"}. A fork starts where a fresh `python -m jaxgpt` is once its imports are done: no device has
-been started. What is read at import (JAX_PLATFORMS, PYTHONIOENCODING) needs a fresh process: see `fresh`.
+been started. What is read at import (JAX_PLATFORMS, PYTHONIOENCODING) needs a fresh process.
 """
 
 import gc
@@ -13,14 +13,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from pathlib import Path
 
 from tests.conftest import REPOSITORY
-from tests.helpers import run_command
 
-DEADLINE = 60.0  # seconds, then SIGKILL: a command that hangs is a failure
+DEADLINE = 60  # seconds, then SIGALRM: a command that hangs is a failure
 # Of what an experiment file imports from its folder: bad input writes nothing.
 NO_CACHE = {"PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -38,8 +36,8 @@ class Zygote:
             text=True,
         )
 
-    def run(self, argv: list[str], cwd: Path, deadline: float = DEADLINE, **env: str | None):
-        """Like `fresh`. A value None unsets a variable."""
+    def run(self, argv: list[str], cwd: Path, deadline: int = DEADLINE, **env: str):
+        """The command line `jaxgpt ARGV...`."""
         assert self._process.stdin is not None and self._process.stdout is not None
         request = {"argv": argv, "cwd": str(cwd), "env": env, "deadline": deadline}
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -51,24 +49,12 @@ class Zygote:
         self._process.communicate()
 
 
-def fresh(argv: list[str], cwd: Path, deadline: float = DEADLINE, **env: str | None):
-    """The same command line as `python -m jaxgpt` in a process of its own."""
-    unset = [item for name, value in env.items() if value is None for item in ("-u", name)]
-    given = {"JAX_PLATFORMS": "cpu"} | NO_CACHE | {name: value for name, value in env.items() if value is not None}
-    if not unset:
-        return run_command("-m", "jaxgpt", *argv, cwd=cwd, deadline=deadline, **given)
-    code = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
-    command = ["env", *unset, sys.executable, "-m", "jaxgpt", *argv]
-    return run_command("-c", code, *command, cwd=cwd, deadline=deadline, **given)
-
-
 def _child(request: dict) -> int:
     """In the fork: what the interpreter does around `jaxgpt.__main__`, up to the exit status."""
     from jaxgpt.__main__ import main
 
     os.chdir(request["cwd"])
-    for name, value in request["env"].items():
-        os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+    os.environ.update(request["env"])
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.argv, sys.path[0] = ["jaxgpt", *request["argv"]], request["cwd"]
@@ -90,20 +76,14 @@ def _serve(request: dict) -> dict:
         child = os.fork()
         if not child:
             status = 70
+            signal.alarm(request["deadline"])
             try:
                 for number, file in enumerate((nothing, out, err)):
                     os.dup2(file.fileno(), number)
                 status = _child(request)
             finally:
                 os._exit(status)
-        end = time.monotonic() + request["deadline"]
-        while True:
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                break
-            if time.monotonic() > end:
-                os.kill(child, signal.SIGKILL)
-            time.sleep(0.002)
+        _, status = os.waitpid(child, 0)
         said = []
         for file in (out, err):
             file.seek(0)

@@ -24,8 +24,8 @@ import numpy as np
 
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints, CorruptCheckpoint
-from jaxgpt.runs.metrics import read_metrics
 from tests.conftest import REPOSITORY
+from tests.helpers import logged
 
 OPTIONS = """
     --model.n-layer 2 --model.n-head 4 --model.n-embd 64 --model.block-size 32 --model.dropout 0.2 --train.batch-size 4
@@ -65,12 +65,6 @@ def start(directory: Path, options: list[str], told: Path) -> subprocess.Popen:
             stdout=subprocess.DEVNULL,
             stderr=stderr,
         )
-
-
-def logged(directory: Path) -> list[tuple]:
-    """All of metrics.jsonl that does not depend on the clock."""
-    keys = ("step", "tokens", "loss", "grad_norm", "learning_rate", "val_loss")
-    return [tuple(line.get(k) for k in keys) for line in read_metrics(directory / "metrics.jsonl")]
 
 
 def differences(one: Path, other: Path) -> int:
@@ -151,21 +145,12 @@ def harass(root: Path, options: list[str], *, kills: int, every: float, inside: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--every", type=float, default=10.0, help="seconds between kills, on average")
     parser.add_argument("--inside-saves", action="store_true", help="kill while a checkpoint is being written")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--root", type=Path, help="where the runs go; default: a temporary directory")
     parser.add_argument("options", nargs="*", help="of jaxgpt train, behind --")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        report = harass(
-            (given.root or Path(temporary)).absolute(),
-            [*OPTIONS.split(), *given.options],
-            kills=given.kills,
-            every=given.every,
-            inside=float(given.inside_saves),
-            seed=given.seed,
-        )
+        options, inside = [*OPTIONS.split(), *given.options], float(given.inside_saves)
+        report = harass(Path(temporary), options, kills=given.kills, every=10.0, inside=inside, seed=0)
     print(*(f"{name:10} {value}" for name, value in dataclasses.asdict(report).items()), sep="\n")
     raise SystemExit(0 if report.good else 1)
 

@@ -218,7 +218,6 @@ def test_a_file_is_used_as_a_run_is(tmp_path, text_file, monkeypatch, capsys):
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     write_gguf(Path("m.gguf"), fields, {name: hold(x.read() / 8) for name, x in tensors.items()}, "q8_0")
-    for line in (f"evaluate m.gguf --data {text_file}", "xray m.gguf --prompt lance", "page m.gguf --out m.html"):
-        bind_command(*line.split())()
+    for _ in range(2):
+        bind_command("evaluate", "m.gguf", "--data", str(text_file))()
     assert capsys.readouterr().err.count("importing m.gguf into ") == 1
-    assert Path("m.html").exists()

@@ -1,15 +1,14 @@
-"""What this code computes, to the bit: losses, parameters, samples, scores, exports, lowered steps and plans of tiny runs.
+"""What this code computes, to the bit: losses, parameters, samples, scores and exports of tiny runs.
 
-`python -m tests.golden.record` writes it to house.json; after a change that is to change no number, `--check` computes it
-again, prints each case that differs, and exits with 1 if one does; `--only NAME ...` takes some cases (names may have *),
-`--list` names them, and `--hlo DIR` writes the lowered steps as texts that can be compared by diff. On another processor, or
-with other versions of jax, last bits differ: `--check` then says at which commit to record first, and exits with 2.
+`python -m tests.golden.record` writes it to house.json. After a change that is to change no number, `--check` computes it
+again, prints each case that differs, and exits with 1 if one does; `--only NAME ...` takes some cases (names may have *).
+On another processor, or with other versions of jax, last bits differ, and `--check` exits with 2: then check out the
+last commit of house.json, which computes the same, record there with `--house FILE`, and compare with that file.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import fnmatch
 import functools
 import hashlib
@@ -19,15 +18,13 @@ import platform
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +62,6 @@ def evaluate_text(run: Any, path: str | None = None, **options: Any) -> dict[str
     from jaxgpt.tools.evaluate.evaluate import evaluate_run
 
     return evaluate_run(run, path, **options)
-
-
-def lowered_step(experiment: Any, devices: int) -> str:
-    """StableHLO of a training step, for the first so many devices."""
-    from jaxgpt.parallel.trainer import make_trainer
-
-    return make_trainer(experiment, jax.devices()[:devices]).lower().as_text()
-
-
-def planned(experiment: Any, vocab_size: int, topology: str) -> dict[str, Any]:
-    from jaxgpt.tools.plan.plan import make_plan
-
-    return dataclasses.asdict(make_plan(experiment, vocab_size, topology=topology))
 
 
 # Texts
@@ -143,10 +127,8 @@ RUNS: dict[str, dict[str, Any]] = {
     **{family: {"model": model} for family, model in FAMILIES.items()},
     "none": {"model": {"position": "none", "activation": "relu2", "residual_init": "zero"}},
     "sinusoidal": {"model": {"position": "sinusoidal", "activation": "geglu", "logit_softcap": 5.0}},
-    "accumulate": {"parallel": {"micro_batch_size": 2}},
     "dropout": {"model": {"dropout": 0.2}},
     "dropout-accumulate": {"model": {"dropout": 0.2}, "parallel": {"micro_batch_size": 4}},
-    "remat-dots": {"model": {"remat": "dots"}},
     "remat-full": {"model": {"remat": "full", "dropout": 0.1}},
     "scan": {"model": LLAMA | {"scan_layers": True}},
     "scan-dropout-remat": {"model": {"scan_layers": True, "dropout": 0.1, "remat": "dots"}},
@@ -161,14 +143,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "muon-scan": {"model": LLAMA | {"scan_layers": True}, "optim": {"name": "muon", "schedule": "wsd"}},
     "adamw-constant": {"optim": {"schedule": "constant", "grad_clip": None, "weight_decay": 0.0}},
     "adamw-inverse-sqrt": {"optim": {"schedule": "inverse_sqrt", "warmup_steps": 5, "beta1": 0.8, "grad_clip": 0.1}},
-    "smoothing": {"optim": {"label_smoothing": 0.2}},
-    "pmap2": {"devices": 2, "parallel": {"strategy": "pmap"}},
     "pmap2-accumulate": {"devices": 2, "parallel": {"micro_batch_size": 1}, "model": {"dropout": 0.1}},
     "pmap8": {"devices": 8, "parallel": {"strategy": "pmap"}},
     "pmap8-chat": CHAT | {"devices": 8, "parallel": {"strategy": "pmap"}, "model": {"dropout": 0.1}},
     "mesh-data": {"devices": 8, "parallel": MESH},
     "mesh-fsdp": {"devices": 8, "parallel": MESH | {"data": 1, "fsdp": 8}},
-    "mesh-tensor": {"devices": 8, "parallel": MESH | {"data": 2, "tensor": 4}},
     "mesh-mixed": {
         "devices": 8,
         "parallel": MESH | {"data": 2, "fsdp": 2, "tensor": 2, "micro_batch_size": 1, "loss_chunk": 8},
@@ -191,7 +170,6 @@ RUNS: dict[str, dict[str, Any]] = {
 # The cases: name -> (the process that computes it, function). Processes of one device share the work.
 
 CASES: dict[str, tuple[str, Callable[[], Any]]] = {}
-HLO: Path | None = None  # where lowered steps are written
 
 
 def case(name: str, process: str | int = "1") -> Callable[[Callable[[], Any]], Callable[[], Any]]:
@@ -209,13 +187,13 @@ def process_of(name: str) -> str:
     return str(RUNS[name].get("devices", "1" if name in FAMILIES else "1b"))
 
 
-def experiment(name: str, *, vocab_size: int | None = None) -> Any:
+def experiment(name: str) -> Any:
     """One of RUNS. Files are in the working directory, which every process has its own of."""
     given = RUNS[name]
-    model = dict(n_layer=2, n_head=4, n_embd=32, block_size=32, vocab_size=vocab_size) | given.get("model", {})
+    model = dict(n_layer=2, n_head=4, n_embd=32, block_size=32) | given.get("model", {})
     optim = dict(learning_rate=1e-2, warmup_steps=2) | given.get("optim", {})
     train = dict(steps=20, batch_size=8, log_every=1, eval_every=10, eval_tokens=512, dtype="float32", sample_tokens=0)
-    if "tensor" in given.get("parallel", {}) and vocab_size is None:
+    if "tensor" in given.get("parallel", {}):
         model["vocab_size"] = 64  # which divides
     return jaxgpt.Experiment(
         name=name,
@@ -356,7 +334,6 @@ def _generated(
 
 SAMPLES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "temperature": {"temperature": 0.7},
     "top-k": {"top_k": 5},
     "top-p": {"top_p": 0.8},
     "min-p": {"min_p": 0.2},
@@ -365,7 +342,6 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "greedy": {"greedy": True},
     "int8": {"weights": "int8", "cache": "int8"},
     "bfloat16": {"weights": "bfloat16", "cache": "bfloat16"},
-    "cache-int8": {"cache": "int8"},
 }
 for _name, _how in SAMPLES.items():
     case(f"sample.{_name}")(functools.partial(_generated, "gpt2", PROMPTS, **_how))
@@ -418,37 +394,6 @@ def _evaluate() -> dict[str, Any]:
     }
 
 
-# Programs
-
-
-def _program(name: str, devices: int) -> str:
-    """The SHA-256 of a lowered step, in which functions have numbers for names, and results none."""
-    lowered = re.sub(r'jax\.result_info = "[^"]*"', 'jax.result_info = ""', lowered_step(experiment(name), devices))
-    numbers: dict[str, str] = {}
-    lowered = re.sub(r'@(?:[\w.$-]+|"[^"]*")', lambda m: numbers.setdefault(m[0], f"@{len(numbers)}"), lowered)
-    if HLO is not None:
-        (HLO / f"{name}.mlir").write_text(lowered)
-    return hashlib.sha256(lowered.encode()).hexdigest()
-
-
-PROGRAMS = ("gpt2", "gemma3_text", "scan-dropout-remat", "muon", "dropout-accumulate", "chat", "pmap2")
-for _name in (*PROGRAMS, "mesh-fsdp", "mesh-mixed", "mesh-muon-scan"):
-    _devices = RUNS[_name].get("devices", 1)
-    # Whatever the text: the vocabulary is given.
-    RUNS[f"hlo-{_name}"] = RUNS[_name] | {"model": RUNS[_name].get("model", {}) | {"vocab_size": 64}}
-    case(f"hlo.{_name}", _devices)(functools.partial(_program, f"hlo-{_name}", _devices))
-
-
-def _plan() -> dict[str, Any]:
-    found = planned(experiment("tpu"), 64, "v5e:2x2")
-    return {key: value.hex() if isinstance(value, float) else value for key, value in found.items()}
-
-
-if util.find_spec("libtpu") is not None:
-    RUNS["tpu"] = {"model": LLAMA | {"n_head": 2}, "parallel": MESH | {"data": 2, "fsdp": 2}}
-    case("plan.tpu", "1b")(_plan)
-
-
 # Recording
 
 
@@ -463,144 +408,102 @@ def machine() -> dict[str, str]:
 
 
 def child(names: list[str], out: Path) -> None:
-    """Compute cases in this process, in its working directory; a line of JSON for each."""
+    """Compute cases in this process, in its working directory; a line of JSON for each that succeeds."""
     for name, make in TEXTS.items():
         Path(name).write_text(make(), encoding="utf-8")
     with open(out, "w") as f:
         for name in names:
             try:
-                value = CASES[name][1]()
-            except Exception as e:
+                f.write(json.dumps([name, CASES[name][1]()]) + "\n")
+            except Exception:
                 traceback.print_exc()
-                value = {"error": f"{type(e).__name__}: {e}"[:300]}
-            f.write(json.dumps([name, value]) + "\n")
             f.flush()
 
 
-def compute(names: list[str], cache: Path, hlo: Path | None) -> dict[str, Any]:
+def compute(names: list[str]) -> dict[str, Any]:
     """The cases, in their processes, of which two run at a time."""
     groups = {key: of for key in ("8", "1b", "1", "2") if (of := [n for n in names if CASES[n][0] == key])}
-    processes: list[subprocess.Popen] = []
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxgpt-golden"
+    environment = {n: value for n, value in os.environ.items() if not n.startswith(("XLA_", "JAX", "TPU_"))}
+    environment |= {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
+        "PYTHONPATH": str(REPOSITORY),
+        "MPLBACKEND": "agg",
+    }
 
-    def run(key: str, place: Path) -> dict[str, Any]:
+    def run(key: str) -> dict[str, Any]:
         """What a process found, as far as it came; what went wrong is printed."""
+        place = Path(folder, key)
         place.mkdir()
-        environment = {n: value for n, value in os.environ.items() if not n.startswith(("XLA_", "JAX", "TPU_"))}
-        environment |= {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"{FLAGS} --xla_force_host_platform_device_count={key[0]}",
-            "JAX_COMPILATION_CACHE_DIR": str(cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
-            "JAXGPT_CACHE": str(place / "cache"),
-            "PYTHONPATH": str(REPOSITORY),
-            "MPLBACKEND": "agg",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # beside another process that compiles: no TPU is opened
-        }
-        command = [sys.executable, "-m", "tests.golden.record", "--child", str(place / "found")]
-        command += [*(["--hlo", str(hlo.absolute())] if hlo else []), "--only", *groups[key]]
+        flags = f"{FLAGS} --xla_force_host_platform_device_count={key[0]}"
+        own = {"XLA_FLAGS": flags, "JAXGPT_CACHE": str(place / "cache")}
+        command = [sys.executable, "-m", "tests.golden.record", "--child", "found", "--only", *groups[key]]
         with open(place / "said", "wb") as said:
-            processes.append(subprocess.Popen(command, cwd=place, env=environment, stdout=said, stderr=said))
-        deadline = threading.Timer(DEADLINE, processes[-1].kill)
-        deadline.start()
-        status = processes[-1].wait()
-        deadline.cancel()
+            subprocess.run(command, cwd=place, env=environment | own, stdout=said, stderr=said, timeout=DEADLINE)
         lines = (place / "found").read_text().splitlines() if (place / "found").exists() else []
-        found = dict(map(json.loads, lines))
-        for name in filter(lambda name: failed(found[name]), found):
-            print(f"{name}: {found[name]['error']}")
-        if status:
-            print(f"process {key} ended with {status}:\n{(place / 'said').read_text(errors='replace')[-3000:]}")
-        return found
+        if len(lines) < len(groups[key]):
+            print(f"process {key} failed:\n{(place / 'said').read_text(errors='replace')[-3000:]}")
+        return dict(map(json.loads, lines))
 
     with tempfile.TemporaryDirectory(prefix="golden-") as folder, ThreadPoolExecutor(2) as pool:
-        try:
-            parts = list(pool.map(lambda key: run(key, Path(folder, key)), groups))
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in processes:
-                process.kill()
-    found = {name: value for part in parts for name, value in part.items()}
-    return {name: found[name] for name in names if name in found}
+        parts = list(pool.map(run, groups))
+    return {name: value for part in parts for name, value in part.items()}
 
 
-def failed(value: Any) -> bool:
-    return isinstance(value, dict) and "error" in value
+def places(name: str, value: Any) -> dict[str, Any]:
+    """Numbers and texts by where they are."""
+    if isinstance(value, list):
+        value = {str(number): x for number, x in enumerate(value)}
+    if not isinstance(value, dict):
+        return {name: value}
+    return {place: x for key, inner in value.items() for place, x in places(f"{name} {key}", inner).items()}
 
 
-def differing(name: str, before: Any, now: Any) -> list[str]:
-    """Where two values differ, a line for each place; of a list the first."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        keys = list(dict.fromkeys([*before, *now]))
-        return [line for key in keys for line in differing(f"{name} {key}", before.get(key), now.get(key))]
-    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        pairs = enumerate(zip(before, now, strict=True))
-        return next((d for i, pair in pairs if (d := differing(f"{name}[{i}]", *pair))), [])
-    return [] if before == now else [f"{name}: {str(before)[:80]} -> {str(now)[:80]}"]
+def check(recorded: dict[str, Any], found: dict[str, Any], names: list[str]) -> int:
+    """Print where values differ, and return in how many cases."""
+    wrong = 0
+    for name in names:
+        before, now = places(name, recorded.get(name)), places(name, found.get(name))
+        differing = [place for place in before | now if before.get(place) != now.get(place)]
+        for place in differing[:8]:
+            print(f"{place}: {str(before.get(place))[:80]} -> {str(now.get(place))[:80]}")
+        wrong += bool(differing) or name not in found
+    print(f"{len(names) - wrong} of {len(names)} cases are equal")
+    return wrong
 
 
-def git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True)
-    return done.stdout.strip()
+def record(house: Path, cases: dict[str, Any]) -> None:
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
+    commit = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True).stdout.strip()
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in sorted(cases.items()))
+    head = f'"commit": {json.dumps(commit)},\n"machine": {json.dumps(machine())}'
+    house.write_text(f'{{\n{head},\n"cases": {{\n{lines}\n}}\n}}\n')
 
 
 def main() -> None:
-    global HLO
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with house.json instead of writing it")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME", help="cases; * stands for anything")
-    parser.add_argument("--list", action="store_true", help="print the names of the cases")
-    parser.add_argument("--hlo", type=Path, metavar="DIR", help="write the lowered steps there")
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="compiled programs; else in ~/.cache/jaxgpt-golden")
     parser.add_argument("--house", type=Path, default=HOUSE, metavar="FILE", help="instead of house.json")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     names = [name for name in CASES if any(fnmatch.fnmatch(name, pattern) for pattern in options.only)]
     if options.child:
-        HLO = options.hlo
         return child(names, options.child)
-    if options.list:
-        return print(*names, sep="\n")
-    if not names:
-        raise SystemExit(f"no case is named {' '.join(options.only)}: see --list")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the processes that were started
-    house = options.house
-    there = json.loads(house.read_text()) if house.exists() else {"machine": machine(), "cases": {}}
-    if there["machine"] != machine():
-        agreed = git("log", "-1", "--format=%h", "--", str(house)) or "the commit that wrote it"
-        print(
-            f"{house} is of {there['machine']}, with the code of commit {there.get('commit')}; this is {machine()}. "
-            f"Check out {agreed}, which computes the same, and record there with --house FILE; then compare with "
-            "--check --house FILE."
-        )
-        if options.check:
-            raise SystemExit(2)
-        there = {"cases": {}}
-    cache = options.cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxgpt-golden"
-    for folder in filter(None, (cache, options.hlo)):
-        folder.mkdir(parents=True, exist_ok=True)
-    found = json.loads(json.dumps(compute(names, cache.absolute(), options.hlo)))
-    if not options.check:
-        if broken := [name for name in names if name not in found or failed(found[name])]:
-            raise SystemExit(f"nothing is recorded: {', '.join(broken)} failed")
-        cases = {name: value for name, value in (there["cases"] | found).items() if name in CASES}
-        commit = git("rev-parse", "HEAD") or "unknown"
-        commit += " and changes" if git("status", "--porcelain", "jaxgpt") else ""
-        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in sorted(cases.items()))
-        head = f'"commit": {json.dumps(commit)},\n"machine": {json.dumps(machine())}'
-        house.write_text(f'{{\n{head},\n"cases": {{\n{lines}\n}}\n}}\n')
-        return print(f"{len(found)} cases recorded in {house}")
-    wrong = 0
-    for name in names:
-        if name not in there["cases"] or name not in found:
-            lines = [f"{name}: {'was not computed' if name in there['cases'] else 'is not recorded'}"]
-        else:
-            lines = differing(name, there["cases"][name], found[name])
-        wrong += bool(lines)
-        more = [f"{name}: and {len(lines) - 8} more"] if len(lines) > 8 else []
-        for line in lines[:8] + more:
-            print(line)
-    print(f"{len(names) - wrong} of {len(names)} cases are equal to those of commit {there.get('commit')}")
-    raise SystemExit(1 if wrong else 0)
+    there = json.loads(options.house.read_text()) if options.house.exists() else {"machine": machine(), "cases": {}}
+    is_here = there["machine"] == machine()
+    if options.check and not is_here:
+        print(f"{options.house} is of {there['machine']}, and this is {machine()}: see the top of record.py")
+        raise SystemExit(2)
+    found = json.loads(json.dumps(compute(names)))
+    if options.check:
+        raise SystemExit(check(there["cases"], found, names) > 0)
+    if lost := names - found.keys():
+        raise SystemExit(f"nothing is recorded: {', '.join(lost)} failed")
+    kept = {name: value for name, value in there["cases"].items() if name in CASES} if is_here else {}
+    record(options.house, kept | found)
 
 
 if __name__ == "__main__":

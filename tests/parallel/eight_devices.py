@@ -1,6 +1,5 @@
 """Checks on several CPU devices, each run by test_strategies.py in a process: single = accumulation = pmap = mesh."""
 
-import contextlib
 import dataclasses
 import functools
 import sys
@@ -22,12 +21,8 @@ from jaxgpt.model import GPTConfig
 from jaxgpt.optim import OptimConfig
 from jaxgpt.parallel.limits import bytes_per_device, count_parameters
 from jaxgpt.parallel.trainer import make_trainer
-from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.metrics import MetricsFile, read_metrics
 from jaxgpt.tools.plan.collectives import read_collectives
-from jaxgpt.training import fit
-from tests.helpers import tiny_experiment
 
 # Sums over a batch in another order: a few units in the last place, grown over 20 steps of Adam. Seen: 3.8e-6.
 CURVES_EQUAL = dict(rtol=1e-5, atol=1e-5)
@@ -298,39 +293,6 @@ def check_adapters() -> None:
         assert after < before
     whole = paths_of_whole((run.abstract_state.params, run.abstract_state.frozen_params))
     assert [x for x in whole if "_norm" not in x] == []
-
-
-def check_resumed() -> None:
-    """A run left after step 3 of 6, its checkpoint being of step 2, goes on bit for bit, with dropout."""
-    Path("text.txt").write_text("En un lugar de la Mancha, de cuyo nombre no quiero acordarme.\n" * 40)
-    write_line = MetricsFile.write
-
-    def leave(self: MetricsFile, **values: object) -> None:
-        if values["step"] == 4:
-            raise InterruptedError
-        write_line(self, **values)
-
-    def ended(directory: Path) -> tuple[list, dict]:
-        lines = [
-            (line["step"], line.get("loss"), line.get("val_loss")) for line in read_metrics(directory / "metrics.jsonl")
-        ]
-        return lines, load(directory, which="last").params
-
-    for parallel in (ParallelConfig(strategy="pmap"), ParallelConfig(strategy="mesh", data=4, fsdp=2)):
-        plain = tiny_experiment(Path("text.txt"), batch_size=8)
-        model = dataclasses.replace(plain.model, n_layer=1, n_head=2, dropout=0.2, vocab_size=32)
-        experiment = dataclasses.replace(plain, model=model, parallel=parallel)
-        whole, again = Path(parallel.strategy), Path(f"{parallel.strategy}-again")
-        fit(experiment, whole, progress=False)
-        MetricsFile.write = leave  # type: ignore[method-assign]
-        with contextlib.suppress(InterruptedError):
-            fit(experiment, again, progress=False)
-        MetricsFile.write = write_line  # type: ignore[method-assign]
-        assert read_metrics(again / "metrics.jsonl")[-1]["step"] == 3
-        fit(experiment, again, progress=False)
-        (lines, params), (lines_again, params_again) = ended(whole), ended(again)
-        assert lines[-1][0] == 6 and lines == lines_again, parallel
-        jax.tree.map(np.testing.assert_array_equal, params, params_again)
 
 
 if __name__ == "__main__":

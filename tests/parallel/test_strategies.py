@@ -6,7 +6,7 @@ import pytest
 from jaxgpt.parallel.mesh import GPU_OPTIONS
 from tests.helpers import check_command
 
-SLOW = "all_curves collectives crossings dropout imports bad_step adapters resumed".split()
+SLOW = "all_curves collectives crossings dropout imports bad_step adapters".split()
 
 
 @pytest.mark.parametrize("name", ["quick", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])

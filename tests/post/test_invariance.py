@@ -11,7 +11,7 @@ from jaxgpt.batch import Batch
 from jaxgpt.model import GPTConfig
 from tests.helpers import import_pages, make_model
 
-distillation, dpo, grpo, preferences = import_pages("post", "distillation", "dpo", "grpo", "preferences")
+distillation, dpo, grpo = import_pages("post", "distillation", "dpo", "grpo")
 
 SAME = 1e-6  # relative: float32 sums of a hundred terms, in another order
 PAIRS, T, LONGER = 16, 24, 40

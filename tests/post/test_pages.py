@@ -13,8 +13,7 @@ from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from jaxgpt.training import fit
 from tests.helpers import TINY, import_pages, make_model, replace_fields
 
-NAMES = ("distillation", "dpo", "grpo", "logprobs", "preferences")
-distillation, dpo, grpo, logprobs, preferences = import_pages("post", *NAMES)
+distillation, dpo, logprobs = import_pages("post", "distillation", "dpo", "logprobs")
 ROWS = jax.random.randint(jax.random.key(0), (3, 9), 0, TINY.vocab_size)
 # A target that does not count may have any value, one outside the vocabulary too.
 MASK = jnp.ones((3, 8), bool).at[1, 3:].set(False)
@@ -36,12 +35,8 @@ def log_softmax(model, params, temperature=1.0):
 # Distillation
 
 
-@pytest.fixture
-def teacher(tiny_run):
-    return tiny_run
-
-
-def test_distillation_mixes_cross_entropy_and_divergence(teacher):
+def test_distillation_mixes_cross_entropy_and_divergence(tiny_run):
+    teacher = tiny_run
     module, params = make_model(dataclasses.replace(teacher.model.config, n_layer=1), seed=5)
     config = distillation.DistillationConfig(teacher=str(teacher.directory), weight=0.25, temperature=3.0)
     nats, count, metrics = run(config.make_loss(module), params)
@@ -96,6 +91,3 @@ def test_only_the_answers_own_tokens_count_and_the_reference_is_the_models(answe
     found_T = logprobs.token_logprobs(answering.model, answering.params, batch)[0]
     kept = segments > 0
     np.testing.assert_allclose(extras["reference_logprobs_BT"][kept], found_T[kept], atol=1e-5)
-
-
-YES, NO = ([{"role": "assistant", "content": text}] for text in ("2.", "It is 12."))

@@ -10,11 +10,10 @@ import pytest
 import jaxgpt
 from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.lora import LoraConfig
-from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.tools.replay import audit, replay
 from jaxgpt.training import fit, open_training
 from tests.conftest import REPOSITORY
-from tests.helpers import check_command, import_pages, replace_fields, run_command
+from tests.helpers import check_command, import_pages, logged, replace_fields, run_command
 
 POST = REPOSITORY / "experiments" / "post"
 (tasks,) = import_pages("post", "tasks")
@@ -97,12 +96,6 @@ def experiment(lab):
     return load_experiment(str(lab / "own.py"))
 
 
-def lines_of(run):
-    """What a run logs, but for its clock."""
-    timed = ("seconds", "tokens_per_second")
-    return [{k: v for k, v in line.items() if k not in timed} for line in read_metrics(run / "metrics.jsonl")]
-
-
 @pytest.mark.slow
 def test_rollouts_score_as_the_step_does(experiment, tmp_path):
     """Every log-probability of the step's forward pass has the bits of the rollout's, also in micro-batches."""
@@ -128,14 +121,14 @@ def test_a_killed_run_goes_on_with_the_same_bits(where, lab, trained, tmp_path):
     command = ["-m", "jaxgpt", "train", str(lab / "own.py"), "--run-dir", str(tmp_path / "r")]
     assert run_command(*command, cwd=lab, KILL=where).returncode == -9
     check_command(*command, cwd=lab)
-    assert lines_of(tmp_path / "r") == lines_of(trained)
+    assert logged(tmp_path / "r") == logged(trained)
     (both, whole) = (jaxgpt.load(run, which="last", setup=False, trust_code=True) for run in (tmp_path / "r", trained))
     jax.tree.map(np.testing.assert_array_equal, both.params, whole.params)
 
 
 @pytest.mark.slow
 def test_a_run_logs_its_rewards_and_is_replayed_and_audited(trained, lab):
-    lines = [line for line in lines_of(trained) if "loss" in line]
+    lines = [line for line in logged(trained) if "loss" in line]
     assert len(lines) == 6 and all({"reward", "solved", "finished", "length"} <= line.keys() for line in lines)
     run = jaxgpt.load(trained, setup=False, trust_code=True)
     assert run.experiment.data.group == 4
@@ -172,6 +165,6 @@ def test_adapters_and_a_reference_take_part(experiment, trained, tmp_path):
     }
     adapted = dataclasses.replace(replace_fields(experiment, **parts), lora=LoraConfig(rank=2))
     fit(adapted, tmp_path / "r", progress=False, setup=False)
-    lines = [line for line in lines_of(tmp_path / "r") if "loss" in line]
+    lines = [line for line in logged(tmp_path / "r") if "loss" in line]
     assert abs(lines[0]["kl"]) < 1e-6 < lines[2]["kl"]
     np.testing.assert_allclose([line["ratio"] for line in lines], 1.0, rtol=1e-5)

@@ -22,10 +22,9 @@ from jaxgpt.optim import OptimConfig, make_optimizer
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints, _render
 from jaxgpt.runs.directory import lock_run, read_metadata
-from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.train import TrainState
 from jaxgpt.training import fit
-from tests.helpers import flip, tiny_experiment
+from tests.helpers import flip, logged, tiny_experiment
 
 FLIPS = 60  # single bits, over all files of a checkpoint
 
@@ -240,11 +239,6 @@ def run(trained, tmp_path):
     return shutil.copytree(trained, tmp_path / "r")
 
 
-def lines(directory):
-    found, clocks = read_metrics(directory / "metrics.jsonl"), ("seconds", "tokens_per_second")
-    return [{k: x[k] for k in x if k not in clocks} for x in found]
-
-
 def test_no_run_begins_where_something_else_is(experiment, tmp_path):
     for name in (".lock", "tokenizer.json", "index.json"):  # as `jaxgpt prepare` leaves them
         (tmp_path / name).write_text(name)
@@ -260,7 +254,7 @@ def test_a_run_goes_on_from_the_newest_good_checkpoint(experiment, trained, run)
         assert load(run, which="last").step == 2
     with pytest.warns(UserWarning, match="checkpoint 4 is damaged, so 2 is used"):
         fit(experiment, run, progress=False)
-    assert lines(run) == lines(trained)
+    assert logged(run) == logged(trained)
     assert {p.name for p in (run / "checkpoints").iterdir()} == {"2", "4", "4.damaged"}
     assert load(run, which="last").step == 4
 

@@ -7,6 +7,7 @@ import optax
 
 from jaxgpt.model import GPTConfig
 from tests.helpers import import_pages
+from tests.test_optim import newton_schulz
 
 lion, normuon, schedule_free, spikes, soap = import_pages(
     "zoo", "lion", "normuon", "schedule_free", "skip_spikes", "soap"
@@ -84,34 +85,16 @@ def test_spikes_are_judged_by_the_median_of_the_steps_taken():
     assert spikes.SkipSpikesConfig().metrics({}, {}, state) == {"spike": float(is_spike)}
 
 
-def orthogonalize(x, coefficients):
-    """Newton-Schulz by singular values, which is what its products of matrices amount to."""
-    u, s, vt = np.linalg.svd(x / np.linalg.norm(x), full_matrices=False)
-    for a, b, c in coefficients:
-        s = a * s + b * s**3 + c * s**5
-    return u * s @ vt
-
-
-def nesterov(beta=0.95):
-    """The momentum of Optax's Muon: (gradient, number of the step) -> direction before orthogonalisation."""
-    m = 0.0
-
-    def step(g, t):
-        nonlocal m
-        m = beta * m + (1 - beta) * g
-        return beta * m / (1 - beta ** (t + 2)) + (1 - beta) * g / (1 - beta ** (t + 1))
-
-    return step
-
-
 WIDE = SHAPES | {MATRIX: (3, 6)}
 
 
 def test_normuon_is_algorithm_1_with_columns_as_neurons():
     found, _ = take_steps(normuon.NorMuonConfig(**PLAIN, weight_decay=0.5, neuron_decay=0.75), shapes=WIDE)
-    x, v, momentum = draw(0, WIDE)[MATRIX], 0.0, nesterov()
+    x, v, m = draw(0, WIDE)[MATRIX], 0.0, 0.0
     for step, after in enumerate(found):
-        o = orthogonalize(momentum(draw(step + 1, WIDE)[MATRIX], step), [(3.4445, -4.7750, 2.0315)] * 5)
+        g = draw(step + 1, WIDE)[MATRIX]
+        m = 0.95 * m + 0.05 * g
+        o = newton_schulz(0.95 * m / (1 - 0.95 ** (step + 2)) + 0.05 * g / (1 - 0.95 ** (step + 1)))
         v = 0.75 * v + 0.25 * np.mean(o * o, axis=0)  # of each output, a column of [inputs, outputs]
         divided = o / np.sqrt(v)
         o = divided * np.linalg.norm(o) / np.linalg.norm(divided)
