@@ -18,6 +18,7 @@ TABLE = {
         "replay runs/tiny --step 0": "--step 0: needs one of the steps of runs/tiny, 1 to",
         "runs nowhere": "no directory nowhere: name one that holds runs",
         "sweep --over optim.learning-rate=1e-4..1e-1 --run-dir runs/tiny": "is a run and not a sweep",
+        "prepare t.txt --tokenizer byte --out gs://bucket/p": "gs:/bucket/p is an address",
         "prepare t.txt --out p --on lcoal:2": "--on lcoal:2: needs local:N with a number of processes, ray, or ray://",
         "sweep --over optim.learning-rate=1e-4..1e-1 --on local:2 --gpus 1": "needs 2 GPUs, and this machine has 0",
         "plan --topologie v5e:4x4": "--topology",

@@ -102,6 +102,7 @@ def lock_run(
     """
     import filelock
 
+    is_run(directory)  # which refuses an address
     path = directory / name
     lock = filelock.FileLock(path, timeout=PATIENCE)
     try:

@@ -182,11 +182,13 @@ def test_the_unit_of_the_losses(variants, tmp_path, monkeypatch):
         UserError, match="they validate in nats per token and share of wrong answers.*the same kind of objective"
     ):
         check_comparable({"a": first, "b": errors})
-    curves = [Curve(tokens=[64], seconds=[1.0], losses=[share]) for share in (0.2, 0.2, 0.5, 0.5)]  # two seeds of each
+    shares = zip((0.2, 0.2, 0.5, 0.5), "aabb", strict=True)  # two seeds of each, on two machines
+    curves = [Curve(tokens=[64], seconds=[1.0], losses=[share], device=device) for share, device in shares]
     monkeypatch.setattr(study, "train_grid", lambda *_, **how: curves)
     found = run_study({"a": errors, "b": errors}, tmp_path, seeds=2)
     assert [row.mean for row in found.tokens.rows] == [pytest.approx(0.35)] * 2
     assert "validation loss (share of wrong answers) at equal tokens, 64 tokens, over 2 seeds" in str(found)
+    assert str(found).endswith("took part, which round sums differently: a, b")
 
 
 @pytest.mark.slow
