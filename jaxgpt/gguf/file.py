@@ -24,7 +24,7 @@ from jaxgpt.config.validate import check_count, short
 from jaxgpt.errors import UserError
 from jaxgpt.files import open_file, open_whole
 from jaxgpt.gguf.tokenizers import read_tokenizer
-from jaxgpt.hf.family import SCALINGS, ConfigRule, Family, Json, find_differences, weight_rules
+from jaxgpt.hf.family import SCALINGS, ConfigRule, Family, Json, fields, find_differences, never, weight_rules
 from jaxgpt.hf.source import Source, check_vocabulary, load_named_tokenizer
 from jaxgpt.hf.weights import DTYPES, Tensor, check, hold, to_tensors
 from jaxgpt.model import GPTConfig
@@ -36,8 +36,8 @@ ORIGINAL, MAGNITUDE = "rope.scaling.original_context_length", "rope.scaling.attn
 ROTATIONS = (FREQUENCIES, *LONGROPE)  # tensors that follow from the configuration
 QKV_BIAS, OUT_BIAS, UP_BIAS = "blk.0.attn_q.bias", "blk.0.attn_output.bias", "blk.0.ffn_up.bias"
 FLOATS = ("epsilon", "freq_base", "freq_base_swa", "factor", "softcapping")  # endings of fields that are never integers
-SIZES = {"vocab_size": "vocab_size", "context_length": "block_size", "embedding_length": "n_embd"}
-SIZES |= {"block_count": "n_layer", "attention.head_count": "n_head", "feed_forward_length": "mlp_dim"}
+SIZES = {"vocab_size": "vocab_size", "block_size": "context_length", "n_embd": "embedding_length"}
+SIZES |= {"n_layer": "block_count", "n_head": "attention.head_count", "mlp_dim": "feed_forward_length"}
 EPSILON = {"layernorm": "attention.layer_norm_epsilon", "rmsnorm": "attention.layer_norm_rms_epsilon"}
 WINDOW, PERIOD = "attention.sliding_window", "attention.sliding_window_pattern"
 RMS = {"norm": "rmsnorm", "position": "rope", "activation": "swiglu"}
@@ -72,7 +72,7 @@ WINDOWED = {"gemma2": (4096, 2, 46), "gemma3": (None, 6, 62)}
 def _write(name: str, c: GPTConfig) -> Json:
     """Return the fields of an architecture. What it cannot express is left out."""
     usual = USUAL[name]
-    values: Json = {key: getattr(c, ours) for key, ours in SIZES.items()}
+    values: Json = {key: getattr(c, ours) for ours, key in SIZES.items()}
     if usual.get("position") == "rope":
         values |= {"rope.freq_base": c.rope_theta, "rope.dimension_count": int((c.head_dim or 0) * c.rope_fraction)}
         if c.rope_scaling == "linear":
@@ -113,20 +113,15 @@ def _write(name: str, c: GPTConfig) -> Json:
 def _read(name: str, values: Json) -> Json:
     """Return the fields of `GPTConfig` for the model that llama.cpp computes, with its defaults."""
     usual, get = USUAL[name], values.get
-    needed = [*SIZES, EPSILON[usual["norm"]]]
-    needed += ["rope.dimension_count", "use_parallel_residual"] if name == "gptneox" else []
-    for key in needed:
-        if get(key) is None:
-            raise UserError(f"it has no {key}")
-    if get("expert_count"):
-        raise UserError(f"expert_count={short(get('expert_count'))}: mixtures of experts are not supported")
-    ours = usual | {field: values[key] for key, field in SIZES.items()} | {"norm_eps": get(EPSILON[usual["norm"]])}
+    needed = fields(norm_eps=EPSILON[usual["norm"]], **SIZES)
+    ours = usual | never(expert_count=0).read(values) | needed.read(values)
     head_size = check_count("n_embd", get("embedding_length")) // check_count("n_head", get("attention.head_count"))
     if name in WITH_HEAD_SIZE:
         head_size = ours["head_dim"] = check_count("head_dim", get("attention.key_length", head_size))
     if usual.get("position") == "rope":
         ours |= {"rope_theta": get("rope.freq_base", 10_000.0)} | _read_scaling(values, head_size)
-        rotated = check_count("rope.dimension_count", get("rope.dimension_count", head_size))
+        missing = None if name == "gptneox" else head_size
+        rotated = check_count("rope.dimension_count", get("rope.dimension_count", missing))
         if name in ("gptneox", "phi3"):
             ours["rope_fraction"] = rotated / max(head_size, 1)
         elif rotated != head_size:
@@ -140,7 +135,7 @@ def _read(name: str, values: Json) -> Json:
     elif name not in ALWAYS_TIED:
         ours["tie_embeddings"] = OUTPUT not in values
     if name == "gptneox":
-        ours["parallel_residual"] = values["use_parallel_residual"]
+        ours["parallel_residual"] = get("use_parallel_residual")
     ours["activation"] = get("jaxgpt.activation", usual["activation"])
     if name == "gemma3":
         ours["rope_local_theta"] = get("rope.freq_base_swa", 10_000.0)
@@ -158,18 +153,17 @@ def _read(name: str, values: Json) -> Json:
 
 def _read_scaling(values: Json, head_size: int) -> Json:
     """Return the fields of `GPTConfig` for scaled rotations. Raises `UserError` for scalings that it does not have."""
-    factor, kind = values.get("rope.scaling.factor", values.get("rope.scale_linear")), values.get("rope.scaling.type")
+    kind = values.get("rope.scaling.type")
     if kind not in (None, "none", "linear"):
         raise UserError(f"rope.scaling.type={short(kind)}: only none and linear are supported, and Llama 3's")
-    found: Json = {}
-    if factor is not None and kind != "none":
-        found = {"rope_scaling": "linear", "rope_factor": factor}
     if given := LONGROPE.keys() & values.keys():  # of one alone GPTConfig misses the other
         found = {LONGROPE[key]: tuple(values[key].read().ravel()[:head_size].tolist()) for key in given}
         found |= {"rope_scaling": "longrope", "rope_magnitude": values.get(MAGNITUDE, 1.0)}
         return found | {"rope_original_context": values.get(ORIGINAL)}
     if FREQUENCIES not in values:
-        return found
+        factor = values.get("rope.scaling.factor", values.get("rope.scale_linear"))
+        is_scaled = factor is not None and kind != "none"
+        return {"rope_scaling": "linear", "rope_factor": factor} if is_scaled else {}
     found = {"rope_scaling": "llama3"} | {x: values.get(f"jaxgpt.{x}") for x in SCALINGS["llama3"].values()}
     if found["rope_factor"] is None:  # written by another program: what Llama 3 has, by the largest divisor
         divisors = values[FREQUENCIES].read()
@@ -350,18 +344,16 @@ def _read_elements(path: Path, shape: tuple[int, ...], kind: str, offset: int) -
     return gguf.quants.dequantize(blocks, number).reshape(shape)
 
 
+@functools.cache
 def _find_kind(number: int) -> str:
     """Return ggml's name of a dtype. Raises `UserError` if it cannot be read."""
     gguf = _package()
-    if number not in list(gguf.GGMLQuantizationType):
-        raise UserError(f"has dtype {number} of ggml, which the gguf package does not know")
-    kind = gguf.GGMLQuantizationType(number)
-    if kind.name in DTYPES:
-        return kind.name
     try:
-        gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
-    except NotImplementedError:
-        raise UserError(f"has dtype {kind.name} of ggml, which the gguf package does not dequantise") from None
+        kind = gguf.GGMLQuantizationType(number)
+        if kind.name not in DTYPES:
+            gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except (ValueError, NotImplementedError):
+        raise UserError(f"has dtype {number} of ggml, which the gguf package does not read") from None
     return kind.name
 
 
@@ -412,16 +404,13 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
     if found is None:
         return _read_part(path)
     parts = [path.with_name(f"{found[1]}-{n:05}-of-{found[2]}.gguf") for n in range(1, int(found[2]) + 1)]
-    if missing := [part.name for part in parts if not part.exists()]:
-        raise UserError(f"{path} needs {missing[0]} beside it: it is one of {len(parts)} parts of a model")
     values, tensors = _read_part(parts[0])
     for part in parts[1:]:
         tensors |= _read_part(part)[1]
     wanted = values.get("split.tensors.count")
     if wanted != len(tensors):
-        raise UserError(
-            f"{path}: its parts have {len(tensors)} tensors, the first says {short(wanted)}: download again"
-        )
+        said = f"its parts have {len(tensors)} tensors, the first says {short(wanted)}"
+        raise UserError(f"{path}: {said}: download again")
     return values, tensors
 
 
@@ -466,11 +455,11 @@ def _read_part(path: Path) -> tuple[Json, dict[str, Tensor]]:
             infos.append((take_value(STRING), take("Q", *take("I"))[::-1], *take("I"), *take("Q")))
     except (struct.error, UnicodeDecodeError, KeyError) as e:
         raise UserError(f"{path} is damaged within its header ({e}): download it again") from None
-    tensors, found = {}, dict[int, str]()
-    start = -(-at // values.get("general.alignment", ALIGNMENT)) * values.get("general.alignment", ALIGNMENT)
+    tensors, block = {}, values.get("general.alignment", ALIGNMENT)
+    start = -(-at // block) * block
     for name, shape, number, offset in infos:
         try:
-            kind = found[number] = found.get(number) or _find_kind(number)
+            kind = _find_kind(number)
             length = _count_bytes(shape, kind)
         except UserError as e:
             raise UserError(f"{path}: {name} {e}") from None
