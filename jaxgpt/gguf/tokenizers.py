@@ -19,10 +19,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from jaxgpt.config.validate import LARGEST_SIZE, check_count, short
+from jaxgpt.config.validate import LARGEST_SIZE, check_count, check_value, short
 from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.hf.source import list_byte_names, special_ids
+from jaxgpt.hf.source import PLAIN, list_byte_names, special_ids
 
 GGML = "tokenizer.ggml."
 CHAT_TEMPLATE = "tokenizer.chat_template"
@@ -113,11 +113,8 @@ def tokenizer_fields(
     else:
         characters = tokenizer.characters if isinstance(tokenizer, CharTokenizer) else ""
         if not characters.isascii():
-            warnings.warn(
-                "llama.cpp fills the memory when a text has a character outside this vocabulary whose first byte of "
-                "UTF-8 is that of one in it: check the characters of prompts",
-                stacklevel=2,
-            )
+            when = "a character outside this vocabulary begins with the same byte of UTF-8 as one in it"
+            warnings.warn(f"llama.cpp fills the memory when {when}: check prompts", stacklevel=2)
         tokens = BYTE_TOKENS if isinstance(tokenizer, ByteTokenizer) else [_escape(c.encode()) for c in characters]
         # Unused tokens begin with a byte that UTF-8 never contains.
         unused = [rf"\xff[PAD{i}]" for i in range(len(tokens), vocab_size)]
@@ -143,40 +140,39 @@ def tokenizer_fields(
 def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
     """Return the fields of a BPE. Raises `UserError` for parts that llama.cpp does not have."""
     parts = tokenizer.parts()
-    model, added, normalizer, pre_tokenizer = (
-        parts[name] for name in ("model", "added_tokens", "normalizer", "pre_tokenizer")
-    )
+    model, added = parts["model"], parts["added_tokens"]
+    normalizer, pre_tokenizer = parts["normalizer"], parts["pre_tokenizer"]
     if model["type"] != "BPE":
         _refuse(f"a model {model['type']}, not BPE")
-    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(name):
-            _refuse(f"{name} {short(model[name])}")
-    for token in added:
-        if strips := [name for name in ("single_word", "lstrip", "rstrip") if token[name]]:
-            _refuse(f"{strips[0]} of the added token {short(token['content'])}")
-    tokens, special = _list_tokens(parts), {token["id"]: token["special"] for token in added}
+    for part in (model, *added):
+        for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "single_word", "lstrip", "rstrip"):
+            if part.get(name):
+                _refuse(f"{name} {short(part[name])} {short(part.get('content', ''))}")
+    ids = model["vocab"] | {token["content"]: token["id"] for token in added}
+    tokens, special = {i: text for text, i in ids.items()}, {token["id"]: token["special"] for token in added}
+    if len(tokens) < len(ids):
+        _refuse("two tokens of one id")
     merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
     if any(len(pair) != 2 or " " in pair[0] + pair[1] for pair in merges):
         _refuse("merges of texts with spaces")
     fields: dict[str, Any]
-    has_fallback, vocab = model["byte_fallback"], model["vocab"]
+    has_fallback, vocab, words = model["byte_fallback"], model["vocab"], json.dumps(pre_tokenizer)
     names = [f"<0x{byte:02X}>" for byte in range(256)] if has_fallback else list_byte_names()
     missing = {byte for byte, name in enumerate(names) if name not in vocab}
-    kinds = {i: (CONTROL if special[i] else USER_DEFINED) if i in special else NORMAL for i in tokens}
+    kinds = dict.fromkeys(tokens, NORMAL)
+    kinds |= {i: CONTROL if is_special else USER_DEFINED for i, is_special in special.items()}
     if has_fallback:
         found = [spaced for n, p, spaced in SENTENCEPIECE if (n, p) == (normalizer, pre_tokenizer)]
         if not found:
-            shown = [json.dumps(part)[:200] for part in (normalizer, pre_tokenizer)]
-            _refuse(f"the normalizer {shown[0]} and the pre-tokenizer {shown[1]}")
+            _refuse(f"the normalizer {json.dumps(normalizer)[:200]} and the pre-tokenizer {words[:200]}")
         if found[0] and normalizer is None:
             warnings.warn("llama.cpp adds a space also before a text that begins with one", stacklevel=3)
         fields = {"model": "llama", "pre": "default", "scores": None, "add_space_prefix": found[0]}
     else:
-        if normalizer not in (None, {"type": "NFC"}):
+        if normalizer == {"type": "NFC"}:
+            warnings.warn("llama.cpp does not normalize texts to NFC: others differ", stacklevel=3)
+        elif normalizer is not None:
             _refuse(f"a normalizer {normalizer['type']}")
-        if normalizer:
-            message = "llama.cpp does not normalize texts to NFC, as this tokenizer does: others differ"
-            warnings.warn(message, stacklevel=3)
 
         def spell(pre: Any, whole: bool) -> str:  # without an option that changes no ids
             return re.sub(r'"trim_offsets": \w+', "", json.dumps([pre, whole], sort_keys=True))
@@ -184,7 +180,7 @@ def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
         wanted = spell(pre_tokenizer, model["ignore_merges"])
         known = [name for name, (pre, whole) in PRE_TOKENIZERS.items() if spell(pre, whole) == wanted]
         if not known:
-            _refuse(f"ignore_merges {model['ignore_merges']} and the pre-tokenizer {json.dumps(pre_tokenizer)[:400]}")
+            _refuse(f"ignore_merges {model['ignore_merges']} and the pre-tokenizer {words[:400]}")
         if model["unk_token"] is None:  # both leave out a byte without a token, but other tokens merge across it in one
             if cut := sorted(missing - NOT_IN_UTF8):
                 listed = ", ".join(f"0x{byte:02X}" for byte in cut)
@@ -195,9 +191,9 @@ def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
         _refuse(f"no tokens for {len(missing)} of the 256 bytes")
     if has_fallback:
         kinds |= dict.fromkeys((vocab[name] for name in names), BYTE)
-        if model["unk_token"] in vocab:
-            fields["unknown_token_id"] = vocab[model["unk_token"]]
-            kinds[vocab[model["unk_token"]]] = UNKNOWN
+        unknown = vocab.get(model["unk_token"])
+        if unknown is not None:
+            fields["unknown_token_id"], kinds[unknown] = unknown, UNKNOWN
         # llama.cpp would print U+2581 of a token that the user defined, and merges make it anyway.
         kinds |= {i: NORMAL for i, text in tokens.items() if kinds[i] == USER_DEFINED and SPACE in text}
         _check_merges([text for i, text in tokens.items() if kinds[i] == NORMAL], {*merges}, vocab)
@@ -229,18 +225,6 @@ def _refuse(part: str) -> NoReturn:
     raise UserError(f"llama.cpp cannot encode as this tokenizer does, which has {part}")
 
 
-def _list_tokens(parts: Mapping[str, Any]) -> dict[int, str]:
-    """Return the text of each token by id. Raises `UserError` if two have the same id."""
-    vocab = parts["model"]["vocab"]
-    if not isinstance(vocab, dict):  # Unigram's has scores
-        _refuse(f"a model {parts['model']['type']}, not BPE")
-    ids = vocab | {token["content"]: token["id"] for token in parts["added_tokens"]}
-    tokens = {i: text for text, i in ids.items()}
-    if len(tokens) < len(ids):
-        _refuse("two tokens of one id")
-    return tokens
-
-
 def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
     """Return the tokenizer of a file. Raises `UserError` if its fields are damaged, or of a kind that is not known."""
     tokens = fields.get(GGML + "tokens")
@@ -259,10 +243,9 @@ def _make_parts(fields: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
     vocab = {token: i for i, token in enumerate(tokens) if kinds[i] != UNUSED}
     if len(vocab) < len(tokens) - kinds.count(UNUSED):
         raise UserError(f"{GGML}tokens has two tokens of one text")
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     # SentencePiece's own tokens of spaces are made by merges.
     added = [
-        {"id": i, "content": token, "special": kinds[i] != USER_DEFINED, **plain}
+        {"id": i, "content": token, "special": kinds[i] != USER_DEFINED, **PLAIN}
         for token, i in vocab.items()
         if kinds[i] in (UNKNOWN, CONTROL) or (kinds[i] == USER_DEFINED and SPACE not in token)
     ]
@@ -310,12 +293,8 @@ def _sentencepiece_parts(
         merges += [(-scores[i], pair) for pair in _cuts(token) if pair[0] in vocab and pair[1] in vocab]
     merges.sort(key=lambda merge: merge[0])
     unknown = check_count(f"{GGML}unknown_token_id", fields.get(GGML + "unknown_token_id", 0), 0, len(tokens) - 1)
-    model = {
-        "merges": [pair for _, pair in merges],
-        "byte_fallback": True,
-        "fuse_unk": True,
-        "unk_token": tokens[unknown],
-    }
+    model = {"merges": [pair for _, pair in merges], "unk_token": tokens[unknown]}
+    model |= {"byte_fallback": True, "fuse_unk": True}
     is_spaced = fields.get(GGML + "add_space_prefix", True)
     spaces = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     decoders: list[dict[str, Any]] = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]
@@ -335,10 +314,7 @@ def _read_list(fields: Mapping[str, Any], name: str, length: int, kind: type) ->
 
 def read_chat_template(fields: Mapping[str, Any]) -> str | None:
     """Return the chat template in the fields of a GGUF, in Jinja, or None if it has none."""
-    template = fields.get(CHAT_TEMPLATE)
-    if template is not None and not isinstance(template, str):
-        raise UserError(f"{CHAT_TEMPLATE} is {type(template).__name__}: it must be a text")
-    return template
+    return check_value(CHAT_TEMPLATE, fields.get(CHAT_TEMPLATE), str | None)
 
 
 def read_ends(fields: Mapping[str, Any]) -> list[int]:

@@ -277,9 +277,7 @@ def get_family(hf: dict[str, Any]) -> Family:
     """Return the family of a config.json. Raises `UserError` if it is unknown or the weights are quantised."""
     kind = hf.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        inner = hf["text_config"].get("model_type") if isinstance(hf.get("text_config"), dict) else None
-        part = f" (of its parts only the model of text, as {inner})" if inner in FAMILIES else ""
-        raise UserError(f"model_type={short(kind)} is not supported{part}: jaxgpt reads {', '.join(FAMILIES)}")
+        raise UserError(f"model_type={short(kind)} is not supported: jaxgpt reads {', '.join(FAMILIES)}")
     if hf.get("quantization_config") is not None:
         raise UserError("its weights are quantised (quantization_config): give a copy that is not")
     return FAMILIES[kind]
@@ -296,7 +294,5 @@ def find_family(config: GPTConfig, wanted: str | None = None) -> Family:
         if not missing[family.model_type]:
             return family
     nearest = min(missing, key=lambda name: len(missing[name]))
-    raise UserError(
-        f"no family on the Hub has this architecture. The nearest, {nearest}, does not support "
-        + ", ".join(missing[nearest])
-    )
+    lacks = f"The nearest, {nearest}, does not support {', '.join(missing[nearest])}"
+    raise UserError(f"no family on the Hub has this architecture. {lacks}")

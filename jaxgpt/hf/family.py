@@ -29,14 +29,15 @@ def fields(**table: str | tuple[str, Any]) -> ConfigRule:
 
     table: field of `GPTConfig` -> its key, which must be present, or (key, the value that its absence means).
     """
+    keys = {ours: (key,) if isinstance(key, str) else key for ours, key in table.items()}
 
     def read(hf: Json) -> Json:
-        for key in table.values():
-            if isinstance(key, str) and hf.get(key) is None:
+        for key, *default in keys.values():
+            if not default and hf.get(key) is None:
                 raise UserError(f"it has no {key}")
-        return {ours: hf[key] if isinstance(key, str) else hf.get(*key) for ours, key in table.items()}
+        return {ours: hf.get(*key) for ours, key in keys.items()}
 
-    names = {ours: key if isinstance(key, str) else key[0] for ours, key in table.items()}
+    names = {ours: key[0] for ours, key in keys.items()}
     return ConfigRule(
         tuple(names.values()), read, lambda config: {key: getattr(config, ours) for ours, key in names.items()}
     )
@@ -146,8 +147,7 @@ def windows(usual: Callable[[int, Json], bool], *keys: str, switch: str | None =
         if SLIDING not in kinds:
             return {"sliding_window": None}
         if size is None:
-            values = ", ".join(f"{key}={short(hf.get(key))}" for key in keys)
-            raise UserError(f"{values}: give the size of a window, or no {SLIDING} layers")
+            raise UserError(f"{', '.join(keys)}: give the size of a window, or no {SLIDING} layers")
         every = kinds.index(FULL) + 1 if FULL in kinds else None
         if kinds != [FULL if every and (i + 1) % every == 0 else SLIDING for i in range(layers)]:
             raise UserError("layer_types has no period: only every n-th layer can have full attention")
@@ -203,8 +203,7 @@ def rope(
             raise UserError(f"rope_parameters={short(both)}: it must have {FULL} and {SLIDING}, each an object")
         inner = _to_fields(hf, {THETA: _get(hf, local, 10_000.0)} | _read_object(both, SLIDING))
         if "rope_scaling" in inner:
-            problem = "rope_parameters scale the layers with a sliding window"
-            raise UserError(f"{problem}: only the other layers can be scaled")
+            raise UserError("rope_parameters scale the layers with a sliding window: only others can be scaled")
         outer = _to_fields(hf, usual_values | _read_object(both, FULL) | older)
         return outer | {"rope_local_theta": inner["rope_theta"]}
 
@@ -252,8 +251,7 @@ def _to_fields(hf: Json, rotation: Json, *, has_fraction: bool = False) -> Json:
     if missing := [name for name in names if name not in rotation]:
         raise UserError(f"its rope_scaling of type {kind} needs {', '.join(missing)} as well")
     if more := rotation.keys() - names.keys() - {"rope_type", THETA, FRACTION}:
-        unused = ", ".join(sorted(more))
-        raise UserError(f"rope_type={kind} does not use {unused}: give the type that does, or remove it")
+        raise UserError(f"rope_type={kind} does not use {', '.join(sorted(more))}: remove it")
     fields = {"position": "rope", "rope_theta": rotation[THETA]} | {names[key]: rotation[key] for key in names}
     if kind != "default":
         fields["rope_scaling"] = kind
@@ -304,19 +302,18 @@ def weight_rules(
         fused: layout of attn/qkv.
         rotated: layout of attn/q and attn/k.
     """
-    rules = []
+    rules, layouts = [], {"qkv": fused, "q": rotated, "k": rotated}
     for ours, theirs in (top | {f"h_{{}}/{ours}": f"{layer}.{theirs}" for ours, theirs in inside.items()}).items():
         place, _, last = ours.rpartition("/")
         if last in ("wte", "wpe"):
             rules.append(WeightRule((f"{last}/embedding",), f"{theirs}.weight"))
         elif last == "lm_head":
             rules.append(WeightRule(HEAD, f"{theirs}.weight", "rows"))
-        elif last.startswith("ln_") or last.endswith("_norm"):
-            rules += [WeightRule((f"{ours}/{x}",), f"{theirs}.{y}") for x, y in (("scale", "weight"), ("bias", "bias"))]
         else:
-            layout = {"qkv": fused, "q": rotated, "k": rotated}.get(last, matrices)
+            is_norm = last.startswith("ln_") or last.endswith("_norm")
+            layout = "same" if is_norm else layouts.get(last, matrices)
             paths = [f"{place}/{x}" for x in FUSED[last]] if last in FUSED else [ours]
-            for x, y in (("kernel", "weight"), ("bias", "bias")):
+            for x, y in (("scale" if is_norm else "kernel", "weight"), ("bias", "bias")):
                 rules.append(WeightRule(tuple(f"{path}/{x}" for path in paths), f"{theirs}.{y}", layout))
     return tuple(rules)
 

@@ -41,6 +41,7 @@ WANTED = [*IN_HF_FOLDER, README, *BESIDE_TOKENIZER, "tokenizer.json", "adapter_c
 WANTED += ["*.safetensors", "*.safetensors.index.json"]
 UNWANTED = [f"*/{Path(name).name}" for name in WANTED if "/" not in name]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+PLAIN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)  # an added token's options
 PADDING = 1024  # ids beyond the tokenizer's that do not cause a warning: vocabularies are rounded up
 
 
@@ -65,12 +66,10 @@ def find_directory(name: str, wanted: Sequence[str] = WANTED, *, downloads: bool
     if is_there(path, "Give a directory with config.json, tokenizer.json and .safetensors files."):
         if path.is_dir():
             return path
-        if path.suffix == ".gguf":
-            raise UserError(f"{path} is a file: make it a run with `jaxgpt import {path} --run-dir DIR`, and give that")
-        raise UserError(f"{path} is a file: give the directory that has config.json and tokenizer.json")
+        remedy = "give a directory with config.json, or the run that `jaxgpt import` makes of a .gguf"
+        raise UserError(f"{path} is a file: {remedy}")
     if not HUB_ID.fullmatch(name):
-        example = "not an id on the Hub, such as openai-community/gpt2"
-        raise UserError(f"no directory at {path}, and {example}: give one of the two")
+        raise UserError(f"no directory at {path}: give one, or an id on the Hub, such as openai-community/gpt2")
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -80,11 +79,8 @@ def find_directory(name: str, wanted: Sequence[str] = WANTED, *, downloads: bool
         files = {"allow_patterns": list(wanted), "ignore_patterns": UNWANTED}
         return Path(snapshot_download(name, local_files_only=not downloads, **files))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
-        why = f"could not be downloaded: {first_line(e)[:200]}" if downloads else "was never downloaded here"
-        remedy = f"Download it where there is a network (hf download {name} --local-dir DIR)"
-        raise UserError(
-            f"no directory at {path}, and {name} {why}. {remedy} and give that directory instead."
-        ) from None
+        remedy = f"Where there is a network: hf download {name} --local-dir DIR, and give that directory instead"
+        raise UserError(f"{name} is neither here nor downloaded: {first_line(e)[:200]}. {remedy}") from None
 
 
 def open_source(name: str, tokenizer: str | None = None, *, downloads: bool = True) -> Source:
@@ -98,12 +94,10 @@ def open_source(name: str, tokenizer: str | None = None, *, downloads: bool = Tr
         UserError: something is missing, damaged or unknown.
     """
     directory = find_directory(name, downloads=downloads)
-    path, adapter = directory / "config.json", directory / "adapter_config.json"
-    if adapter.exists():
+    path = directory / "config.json"
+    if (directory / "adapter_config.json").exists():
         remedy = "Merge it by merge_and_unload of PEFT, and give what save_pretrained writes"
-        raise UserError(f"{directory} has an adapter, {adapter.name}, and no whole model. {remedy}")
-    if not path.exists():
-        raise UserError(f"{directory} has no config.json: give a directory that save_pretrained or a download made")
+        raise UserError(f"{directory} has an adapter and no whole model. {remedy}")
     hf = read_json(path, LARGEST_CONFIG)
     if not isinstance(hf, dict):
         raise UserError(f"{path} holds {type(hf).__name__}, not an object: download it again")
@@ -114,13 +108,13 @@ def open_source(name: str, tokenizer: str | None = None, *, downloads: bool = Tr
         raise UserError(f"{path}: {e}") from None
     if unknown := family.unknown_keys(hf):
         what = f"{path} has keys that jaxgpt does not know, {short(unknown)}"
-        wrong = "if one of them changes the logits, the imported model is wrong"
-        warnings.warn(f"{what}: {wrong}", UserWarning, stacklevel=2)
-    if tokenizer is None and not (directory / "tokenizer.json").exists():
-        other = "If it has other tokenizer files, transformers' AutoTokenizer converts them (save_pretrained)"
+        warnings.warn(f"{what}: if one changes the logits, the model is wrong", UserWarning, stacklevel=2)
+    file = str(directory / "tokenizer.json") if tokenizer is None else tokenizer
+    if tokenizer is None and not Path(file).exists():
+        other = "transformers' AutoTokenizer converts other files (save_pretrained)"
         given = "Or give another with --tokenizer FILE (--data.tokenizer FILE for training), or `ids` as FILE for none"
-        raise UserError(f"{directory} has no tokenizer.json. {other}. {given}")
-    found = load_named_tokenizer(str(directory / "tokenizer.json") if tokenizer is None else tokenizer, config)
+        raise UserError(f"{directory} has no tokenizer.json: {other}. {given}")
+    found = load_named_tokenizer(file, config)
     tensors = list_tensors(directory)
     try:
         check(tensors, family, config)
@@ -131,9 +125,8 @@ def open_source(name: str, tokenizer: str | None = None, *, downloads: bool = Tr
 
 def load_named_tokenizer(name: str, config: GPTConfig) -> Tokenizer:
     """Load the tokenizer of a model: a tokenizer.json, or "ids" for none. Raises `UserError` if it has too many ids."""
-    assert config.vocab_size is not None
     if name == "ids":
-        return IdTokenizer(config.vocab_size)
+        return IdTokenizer(config.vocab_size or 0)
     tokenizer = load_tokenizer(name)
     check_vocabulary(tokenizer, name, config)
     return tokenizer
@@ -141,9 +134,9 @@ def load_named_tokenizer(name: str, config: GPTConfig) -> Tokenizer:
 
 def check_vocabulary(tokenizer: Tokenizer, name: str | Path, config: GPTConfig) -> None:
     """Raise `UserError` if a tokenizer has more ids than the model. name: its file."""
-    assert config.vocab_size is not None
-    over = config.vocab_size - tokenizer.vocab_size
-    both = f"{name} has ids up to {tokenizer.vocab_size - 1:,}, the model a vocab_size of {config.vocab_size:,}"
+    size = config.vocab_size or 0
+    over = size - tokenizer.vocab_size
+    both = f"{name} has ids up to {tokenizer.vocab_size - 1:,}, the model a vocab_size of {size:,}"
     if over < 0:
         raise UserError(f"{both}: it is not this model's tokenizer. Give the right one with --tokenizer FILE")
     if over > PADDING:
@@ -223,9 +216,8 @@ def tokenizer_json(tokenizer: Tokenizer, end: int | None = None) -> str | None:
 
 def _added_tokens(tokenizer: CharTokenizer | ByteTokenizer, end: int | None) -> list[dict[str, Any]]:
     """Return the added tokens of tokenizer.json, of which the end is special."""
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     ids = sorted({i for i in special_ids(tokenizer, end).values() if i is not None})
-    return [{"id": i, "content": tokenizer.decode([i]), "special": i == end, **plain} for i in ids]
+    return [{"id": i, "content": tokenizer.decode([i]), "special": i == end, **PLAIN} for i in ids]
 
 
 def _render(**parts: Any) -> str:

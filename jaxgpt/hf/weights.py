@@ -10,9 +10,8 @@ import functools
 import json
 import math
 import os
-import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from jax.typing import DTypeLike
 
 from jaxgpt.config.validate import short
 from jaxgpt.errors import UserError
-from jaxgpt.files import is_there, open_file, open_whole, read_json, write_whole
+from jaxgpt.files import open_file, open_whole, read_json, write_whole
 from jaxgpt.hf.family import EMBEDDING, HEAD, Family, join, split, their_shape
 from jaxgpt.lora import A, B, LoraConfig
 from jaxgpt.model import GPT, GPTConfig
@@ -39,7 +38,6 @@ SPELLED = {dtype: kind for kind, dtype in DTYPES.items()}
 BUFFERS = tuple(
     f".{x}" for x in "attn.bias attn.masked_bias attention.bias attention.masked_bias rotary_emb.inv_freq".split()
 )
-PICKLES = re.compile(r"(pytorch_model|consolidated|model).*\.(bin|pt|pth)")
 
 
 class Tensor(NamedTuple):
@@ -83,10 +81,7 @@ def list_tensors(directory: Path) -> dict[str, Tensor]:
         return _read_header(_find_file(directory))
     chosen = _read_index(index)
     headers = {file: _read_header(file) for file in set(chosen.values())}
-    for name, file in chosen.items():
-        if name not in headers[file]:
-            raise UserError(f"{index} lists {name} in {file.name}, which has no such tensor: download it again")
-    return {name: headers[file][name] for name, file in chosen.items()}
+    return {name: headers[file][name] for name, file in chosen.items() if name in headers[file]}
 
 
 def _read_header(file: Path) -> dict[str, Tensor]:
@@ -111,24 +106,18 @@ def _read_index(index: Path) -> dict[str, Path]:
     for file in dict.fromkeys(names.values()):
         if file != os.path.basename(file) or not file.endswith(".safetensors"):
             raise UserError(f"{index} names {short(file)}: it must name a .safetensors file next to it")
-        if not is_there(index.with_name(file), f"{INDEX} needs it: download it again."):
-            raise UserError(f"{index.with_name(file)} is missing, but {INDEX} needs it: download it again")
     return {name: index.with_name(file) for name, file in names.items()}
 
 
 def _find_file(directory: Path) -> Path:
     """Return the file of a directory without an index."""
-    found = sorted({*directory.glob("*.safetensors")} - {directory / name for name in OTHERS})
+    found = {*directory.glob("*.safetensors")} - {directory / name for name in OTHERS}
     if (directory / ONE) in found:
         return directory / ONE
-    if len(found) > 1:
-        raise UserError(f"{directory} has {len(found)} .safetensors files and no {INDEX}: download it, or leave one")
-    if found:
-        return found[0]
-    if pickled := sorted(path.name for path in directory.iterdir() if PICKLES.fullmatch(path.name)):
-        what = f"{directory} has only pickled weights ({pickled[0]}), which could run any code and are not read"
-        raise UserError(f"{what}. If you trust them, load them in transformers, and save them by save_pretrained")
-    raise UserError(f"{directory} has no {ONE}: download it, or {INDEX} and what it names")
+    if len(found) == 1:
+        return found.pop()
+    remedy = f"give it {ONE}, or {INDEX} and what it names. Pickles are not read, since they could run any code"
+    raise UserError(f"{directory} has {len(found)} .safetensors files and no {INDEX}: {remedy}")
 
 
 @functools.lru_cache(maxsize=4)  # one import asks several times, and tracing 48 layers takes seconds
@@ -160,12 +149,15 @@ def check(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None
     extra = {name for name in tensors.keys() - wanted.keys() if not name.endswith(BUFFERS)}
     if config.tie_embeddings:  # many files store the output matrix anyway, a copy of the embedding
         extra -= {rule.theirs for rule in family.weight_rules if rule.ours == HEAD}
-    there = [(name, tensors[name], shape) for name, shape in wanted.items() if name in tensors]
-    misshapen = [f"{n} is {list(x.shape)}, the configuration implies {list(s)}" for n, x, s in there if x.shape != s]
-    misshapen += [f"{n} holds {x.kind}, jaxgpt reads {', '.join(DTYPES)}" for n, x, _ in there if x.kind not in DTYPES]
     missing = wanted.keys() - tensors.keys()
     problems = [f"{word} {summarize_names(n)}" for word, n in (("missing", missing), ("unknown", extra)) if n]
-    if problems := problems + misshapen:
+    for name in sorted(wanted.keys() & tensors.keys()):
+        tensor, shape = tensors[name], wanted[name]
+        if tensor.shape != shape:
+            problems.append(f"{name} is {list(tensor.shape)}, the configuration implies {list(shape)}")
+        if tensor.kind not in DTYPES:
+            problems.append(f"{name} holds {tensor.kind}, jaxgpt reads {', '.join(DTYPES)}")
+    if problems:
         what = f"the tensors do not fit the configuration ({family.model_type})"
         raise UserError(f"{what}: {'; '.join(problems)}. Is it of another model?")
 
@@ -219,7 +211,7 @@ def _check_tied(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -
     embedding, head = names[EMBEDDING], names[HEAD]
     if not config.tie_embeddings or head not in tensors:
         return
-    if tensors[head].shape == tensors[embedding].shape and tensors[head].kind in DTYPES:
+    if tensors[head].kind in DTYPES:
         # As numbers: NumPy compares no NaN of bfloat16.
         x, y = (tensors[name].read().astype(np.float32) for name in (embedding, head))
         if np.array_equal(x, y, equal_nan=True):
@@ -320,9 +312,7 @@ def write_file(file: Path, tensors: dict[str, Tensor]) -> None:
             array.tofile(f)
 
 
-def summarize_names(names: Iterable[str]) -> str:
-    """Join names of tensors. Of those that differ only in the layer the first is named, and the others are counted."""
-    alike: dict[str, list[str]] = {}
-    for name in sorted(names):
-        alike.setdefault(re.sub(r"\.\d+\.", ".*.", name, count=1), []).append(name)
-    return ", ".join(f"{x[0]} (and {len(x) - 1} like it)" if len(x) > 1 else x[0] for x in alike.values())
+def summarize_names(names: Collection[str]) -> str:
+    """Return the first names of tensors, and how many more there are."""
+    first, more = sorted(names)[:3], len(names) - 3
+    return ", ".join(first) + (f" and {more} more" if more > 0 else "")
