@@ -1,8 +1,7 @@
 """Read and write models as GGUF files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-Rules convert between `GPTConfig` and the fields of an architecture of llama.cpp, in both directions: `read` gives the model
-that llama.cpp computes, with its defaults. They name fields without the prefix of the architecture. Those that begin with
-"jaxgpt." are ours, which llama.cpp ignores. Tensors that show a part of the configuration count as fields.
+Fields have no prefix of the architecture here. llama.cpp ignores ours, which begin with "jaxgpt.". Tensors that show a part
+of the configuration count as fields.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from jaxgpt.hf.source import Source, check_vocabulary, load_named_tokenizer
 from jaxgpt.hf.weights import DTYPES, Tensor, check, hold, to_tensors
 from jaxgpt.model import GPTConfig
 
-# The presence of these tensors tells a part of the configuration, so their names count as fields.
 OUTPUT, FREQUENCIES = "output.weight", "rope_freqs.weight"
 LONGROPE = {"rope_factors_short.weight": "rope_short_factors", "rope_factors_long.weight": "rope_long_factors"}
 ORIGINAL, MAGNITUDE = "rope.scaling.original_context_length", "rope.scaling.attn_factor"
@@ -64,6 +62,16 @@ NORMS = {
 }
 WITH_HEAD_SIZE = ("llama", "qwen3", "gemma", "gemma2", "gemma3")  # in the others it is n_embd / n_head
 TIED_WITH_COPY = ("gptneox", "olmo2")  # llama.cpp needs the output matrix of these
+COPY = ("jaxgpt.tie_embeddings", False)
+# Fields that are stored as they are.
+OWN = {
+    "gptneox": fields(tie_embeddings=COPY, parallel_residual="use_parallel_residual"),
+    "olmo2": fields(tie_embeddings=COPY),
+    "gemma2": fields(
+        attention_softcap=("attn_logit_softcapping", 50.0), logit_softcap=("final_logit_softcapping", 30.0)
+    ),
+    "gemma3": fields(logit_softcap=("final_logit_softcapping", None)),
+}
 ALWAYS_TIED = ("gemma", "gemma2")  # all others are tied if there is no output matrix
 # Size and period of windows if their fields are absent, and the layers by which llama.cpp knows the model of 27B.
 WINDOWED = {"gemma2": (4096, 2, 46), "gemma3": (None, 6, 62)}
@@ -90,12 +98,8 @@ def _write(name: str, c: GPTConfig) -> Json:
         values |= {OUT_BIAS: c.out_bias or None, UP_BIAS: c.bias or None}
     if name in WITH_HEAD_SIZE:
         values |= dict.fromkeys(("attention.key_length", "attention.value_length"), c.head_dim)
-    if name in TIED_WITH_COPY:
-        values["jaxgpt.tie_embeddings"] = c.tie_embeddings
-    elif name not in ALWAYS_TIED and not c.tie_embeddings:
+    if name not in (*TIED_WITH_COPY, *ALWAYS_TIED) and not c.tie_embeddings:
         values[OUTPUT] = True
-    if name == "gptneox":
-        values["use_parallel_residual"] = c.parallel_residual
     # llama.cpp has only the tanh form of GELU. By erf it is at most 4.7e-4 away, and ggml's table in float16 up to 2e-3.
     if c.activation != usual["activation"] and usual["activation"].startswith(c.activation.removesuffix("_tanh")):
         values["jaxgpt.activation"] = c.activation
@@ -103,11 +107,7 @@ def _write(name: str, c: GPTConfig) -> Json:
         values["rope.freq_base_swa"] = c.rope_local_theta or c.rope_theta
     if name in WINDOWED and c.window(0) is not None:  # else no layer has one
         values |= {WINDOW: c.sliding_window, PERIOD: c.global_every or 0}
-    if name == "gemma2":
-        values["attn_logit_softcapping"] = c.attention_softcap
-    if name in WINDOWED:
-        values["final_logit_softcapping"] = c.logit_softcap
-    return {key: float(x) if key.endswith(FLOATS) else x for key, x in values.items() if x is not None}
+    return values
 
 
 def _read(name: str, values: Json) -> Json:
@@ -130,12 +130,8 @@ def _read(name: str, values: Json) -> Json:
         ours |= {"n_kv_head": get("attention.head_count_kv"), "qkv_bias": QKV_BIAS in values}
     if name == "llama":
         ours |= {"out_bias": OUT_BIAS in values, "bias": UP_BIAS in values}
-    if name in TIED_WITH_COPY:
-        ours["tie_embeddings"] = get("jaxgpt.tie_embeddings", False)
-    elif name not in ALWAYS_TIED:
+    if name not in (*TIED_WITH_COPY, *ALWAYS_TIED):
         ours["tie_embeddings"] = OUTPUT not in values
-    if name == "gptneox":
-        ours["parallel_residual"] = get("use_parallel_residual")
     ours["activation"] = get("jaxgpt.activation", usual["activation"])
     if name == "gemma3":
         ours["rope_local_theta"] = get("rope.freq_base_swa", 10_000.0)
@@ -145,9 +141,6 @@ def _read(name: str, values: Json) -> Json:
         ours["global_every"] = (get(PERIOD, every) or None) if ours["sliding_window"] else None
         if values["block_count"] == deepest:  # this model's scores have the scale of n_embd / n_head
             ours["query_scale"] = ours["n_embd"] // ours["n_head"]
-        ours["logit_softcap"] = get("final_logit_softcapping", 30.0 if name == "gemma2" else None)
-    if name == "gemma2":
-        ours["attention_softcap"] = get("attn_logit_softcapping", 50.0)
     return ours
 
 
@@ -157,14 +150,14 @@ def _read_scaling(values: Json, head_size: int) -> Json:
     if kind not in (None, "none", "linear"):
         raise UserError(f"rope.scaling.type={short(kind)}: only none and linear are supported, and Llama 3's")
     if given := LONGROPE.keys() & values.keys():  # of one alone GPTConfig misses the other
-        found = {LONGROPE[key]: tuple(values[key].read().ravel()[:head_size].tolist()) for key in given}
-        found |= {"rope_scaling": "longrope", "rope_magnitude": values.get(MAGNITUDE, 1.0)}
-        return found | {"rope_original_context": values.get(ORIGINAL)}
+        factors = {LONGROPE[key]: tuple(values[key].read().ravel()[:head_size].tolist()) for key in given}
+        context = {"rope_original_context": values.get(ORIGINAL)}
+        return factors | context | {"rope_scaling": "longrope", "rope_magnitude": values.get(MAGNITUDE, 1.0)}
     if FREQUENCIES not in values:
         factor = values.get("rope.scaling.factor", values.get("rope.scale_linear"))
         is_scaled = factor is not None and kind != "none"
         return {"rope_scaling": "linear", "rope_factor": factor} if is_scaled else {}
-    found = {"rope_scaling": "llama3"} | {x: values.get(f"jaxgpt.{x}") for x in SCALINGS["llama3"].values()}
+    found: Json = {"rope_scaling": "llama3"} | {x: values.get(f"jaxgpt.{x}") for x in SCALINGS["llama3"].values()}
     if found["rope_factor"] is None:  # written by another program: what Llama 3 has, by the largest divisor
         divisors = values[FREQUENCIES].read()
         found |= {"rope_factor": float(divisors.max()), "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0}
@@ -197,7 +190,7 @@ def _family(name: str) -> Family:
         rotated="pairs" if name == "llama" else "rows",
     )
     config_rule = ConfigRule((), functools.partial(_read, name), functools.partial(_write, name))
-    return Family(model_type=name, config_rules=(config_rule,), weight_rules=rules)
+    return Family(model_type=name, config_rules=(config_rule, OWN.get(name, never())), weight_rules=rules)
 
 
 ARCHITECTURES = {name: _family(name) for name in USUAL}
@@ -206,11 +199,9 @@ FAMILIES = RENAMED | ARCHITECTURES | {"mistral": ARCHITECTURES["llama"]}  # by t
 
 
 def write_fields(family: Family, config: GPTConfig) -> dict[str, Any]:
-    """Return the fields of an architecture, without prefix, among them the tensors that are a part of it.
-
-    Raises `UserError` if llama.cpp would compute another model.
-    """
-    values = family.write(config)
+    """Return the fields of an architecture, without prefix. Raises `UserError` if llama.cpp computes another model."""
+    found = {key: x for key, x in family.write(config).items() if x is not None}
+    values = {key: float(x) if key.endswith(FLOATS) else x for key, x in found.items()}
     try:
         differs = find_differences(config, family.read(values))
     except UserError as e:
@@ -243,22 +234,18 @@ def parse_dtype(name: str | None, known: Collection[str] = NAMES) -> str | None:
 def to_gguf(params: dict, config: GPTConfig, model_type: str) -> tuple[Json, dict[str, Tensor]]:
     """Return (fields, tensors by name) of a model, without the tokenizer's fields. The tensors are made when written.
 
-    Args:
-        params: the model's parameters, with layers not stacked.
-        config: the architecture.
-        model_type: the family's name at Hugging Face.
-
-    Raises:
-        UserError: llama.cpp has no such model.
+    model_type: the family's name at Hugging Face. Raises `UserError` if llama.cpp has no such model.
     """
     family = FAMILIES[model_type]
     values, tensors = write_fields(family, config), to_tensors(params, family, config)
     if "jaxgpt.tie_embeddings" in values:  # llama.cpp needs the output matrix of a tied model too
         tensors.setdefault(OUTPUT, tensors[EMBEDDING])
     tensors |= {name: values[name] for name in ROTATIONS if name in values}
-    prefixed = {key if key.startswith("jaxgpt.") else f"{family.model_type}.{key}": key for key in values}
-    own = {name: values[key] for name, key in prefixed.items() if key not in tensors}
-    return {"general.architecture": family.model_type} | own, tensors | _shift_norms(tensors, config, 1)
+    own: Json = {"general.architecture": family.model_type}
+    for key, value in values.items():
+        if key not in tensors:
+            own[key if key.startswith("jaxgpt.") else f"{family.model_type}.{key}"] = value
+    return own, tensors | _shift_norms(tensors, config, 1)
 
 
 def _shift_norms(tensors: dict[str, Tensor], config: GPTConfig, by: int) -> dict[str, Tensor]:
@@ -273,14 +260,8 @@ def _shift_norms(tensors: dict[str, Tensor], config: GPTConfig, by: int) -> dict
 def write_gguf(path: Path, fields: Mapping[str, Any], tensors: dict[str, Tensor], dtype: str | None = None) -> None:
     """Write a file atomically, with one tensor in memory at a time.
 
-    Tensors with one axis and the embedding of positions are float32, as llama.cpp needs them.
-
-    Args:
-        path: the file, in a directory that exists.
-        fields: bool, int (unsigned, 32 bits), float (32 bits), str, or a list of one of these (signed ints), by name.
-        tensors: the tensors by name.
-        dtype: the dtype of the matrices, a key of `NAMES`. q8_0 falls back to float16 if rows are not divisible by 32.
-            None means each tensor's own.
+    Tensors with one axis and the embedding of positions are float32, as llama.cpp needs them. `dtype`, a key of `NAMES`,
+    is that of the matrices, by default each one's own. q8_0 becomes float16 if rows are not divisible by 32.
     """
     gguf = _package()
     usual = tensors[EMBEDDING].kind if dtype is None else NAMES[dtype]
@@ -292,22 +273,22 @@ def write_gguf(path: Path, fields: Mapping[str, Any], tensors: dict[str, Tensor]
             writer.add_key_value(key, value, kinds.ARRAY, (types | {int: kinds.INT32})[type(value[0])])
         elif key != "general.architecture":  # the writer has added it
             writer.add_key_value(key, value, types[type(value)])
-    stored_as: dict[str, str] = {}
+    stored = []
     for name, tensor in tensors.items():
         kind = tensor.kind if dtype is None else NAMES[dtype]
         if len(tensor.shape) < 2 or name == "position_embd.weight":
             kind = "F32"
         elif kind == "Q8_0" and tensor.shape[-1] % 32:
             kind = "F16"
-        stored_as[name], size = kind, _count_bytes(tensor.shape, kind)
-        number = gguf.GGMLQuantizationType[kind]
+        stored.append((name, tensor, kind))
+        size, number = _count_bytes(tensor.shape, kind), gguf.GGMLQuantizationType[kind]
         writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), size, raw_dtype=number)
     with open_whole(path) as f, contextlib.closing(writer):
         writer.write_header_to_file(Path(f.name))  # opens the file again, by its temporary name
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for name, tensor in tensors.items():
-            x, kind = tensor.read(), stored_as[name]
+        for name, tensor, kind in stored:
+            x = tensor.read()
             if kind == "F16" and float(np.abs(x).max(initial=0)) > float(np.finfo(np.float16).max):
                 raise UserError(f"{name} has values beyond those of float16: take dtype bfloat16 or float32")
             x = np.ascontiguousarray(x, DTYPES.get(kind, np.float32))
@@ -360,12 +341,8 @@ def _find_kind(number: int) -> str:
 def open_gguf(path: Path, tokenizer: str | None = None) -> tuple[Source, Json]:
     """Open a file, and check it before any matrix is read. Returns (model, all fields).
 
-    Args:
-        path: the file.
-        tokenizer: path of a tokenizer.json, or "ids" for none. None means the one in the file.
-
-    Raises:
-        UserError: the file is damaged, or has an architecture, a tokenizer or a quantisation that is unknown.
+    tokenizer: path of a tokenizer.json, or "ids" for none. None means the one in the file. Raises `UserError` if the file
+    is damaged, or has an architecture, a tokenizer or a quantisation that is unknown.
     """
     values, tensors = read_gguf(path)
     try:
@@ -386,8 +363,8 @@ def open_gguf(path: Path, tokenizer: str | None = None) -> tuple[Source, Json]:
 
 def read_config(values: Json, tensors: dict[str, Tensor]) -> tuple[Family, GPTConfig]:
     """Return (family, architecture) of a file. Raises `UserError` if they are unknown, or our layers do not support them."""
-    name, embedding = values.get("general.architecture"), tensors.get(EMBEDDING)
-    if not isinstance(name, str) or name not in ARCHITECTURES:
+    name, embedding = str(values.get("general.architecture")), tensors.get(EMBEDDING)
+    if name not in ARCHITECTURES:
         raise UserError(f"general.architecture={short(name)} is unknown: jaxgpt reads {', '.join(ARCHITECTURES)}")
     if embedding is None or len(embedding.shape) != 2:
         raise UserError(f"it has no {EMBEDDING} with two axes")
@@ -396,10 +373,7 @@ def read_config(values: Json, tensors: dict[str, Tensor]) -> tuple[Family, GPTCo
 
 
 def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
-    """Return (fields, tensors by name) of an untrusted file, or of all parts of one that is split.
-
-    Arguments and errors: see `_read_part`. The first part has the fields.
-    """
+    """Return (fields, tensors by name) of an untrusted file, or of all parts of one that is split: see `_read_part`."""
     found = SPLIT.fullmatch(path.name)
     if found is None:
         return _read_part(path)
@@ -409,8 +383,7 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
         tensors |= _read_part(part)[1]
     wanted = values.get("split.tensors.count")
     if wanted != len(tensors):
-        said = f"its parts have {len(tensors)} tensors, the first says {short(wanted)}"
-        raise UserError(f"{path}: {said}: download again")
+        raise UserError(f"{path}: its parts have {len(tensors)} tensors, the first says {short(wanted)}")
     return values, tensors
 
 

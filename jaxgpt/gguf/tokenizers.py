@@ -90,17 +90,12 @@ def tokenizer_fields(
 ) -> dict[str, Any]:
     """Return the fields of GGUF for a tokenizer, as Python values: lists are arrays, ids are unsigned.
 
-    Args:
-        vocab_size: number of rows of the embedding. Those without a token get a name.
-        chat_template: a chat template in Jinja, or None.
-        ends: ids that end a text, the usual one first and the end of a chat's turns last. Empty means the tokenizer's own.
-
-    Raises:
-        UserError: llama.cpp cannot encode as this tokenizer does. A warning names the texts it encodes differently.
+    vocab_size: number of rows of the embedding. chat_template: in Jinja. ends: ids that end a text, the usual one first
+    and the end of a chat's turns last, by default the tokenizer's own. Raises `UserError` if llama.cpp cannot encode as
+    this tokenizer does, and warns of texts that it encodes differently.
     """
     if tokenizer.vocab_size > vocab_size or any(not 0 <= end < vocab_size for end in ends):
         raise UserError(f"{tokenizer.vocab_size:,} tokens with ends {[*ends]} do not fit into {vocab_size:,} rows")
-    template = {} if chat_template is None else {CHAT_TEMPLATE: chat_template}
     own = [tokenizer.end_of_text] if tokenizer.end_of_text is not None else []
     fields: dict[str, Any]
     if isinstance(tokenizer, IdTokenizer):  # the size is in ARCHITECTURE.vocab_size
@@ -126,14 +121,17 @@ def tokenizer_fields(
     names = ((), ENDS[:1], ENDS[::2], ENDS)[len(ends)]
     fields |= {f"{name}_token_id": end for name, end in zip(names, ends, strict=True)}
     ids = special_ids(tokenizer, ends[-1] if ends else None)  # as in an export to Hugging Face
-    begin = [*tokenizer.prefix, *(i for text, i in tokenizer.specials.items() if text in BEGINNINGS), *own, ids["bos"]]
-    named = {"bos": begin[0], "padding": ids["pad"], "unknown": ids["unk"] if fields["model"] == "rwkv" else None}
+    known = [i for text, i in tokenizer.specials.items() if text in BEGINNINGS]
+    named = {"bos": [*tokenizer.prefix, *known, *own, ids["bos"]][0], "padding": ids["pad"]}
+    if fields["model"] == "rwkv":
+        named["unknown"] = ids["unk"]
     fields |= {f"{name}_token_id": i for name, i in named.items() if i is not None}
     if len(tokenizer.prefix) > 1:
-        raise UserError(f"the tokenizer begins texts with {len(tokenizer.prefix)} tokens: llama.cpp adds one at most")
+        _refuse(f"{len(tokenizer.prefix)} tokens before each text")
     fields |= {"add_bos_token": bool(tokenizer.prefix), "add_eos_token": False}
     if unused := [i for i, kind in enumerate(fields["token_type"]) if kind == UNUSED]:
         fields["suppress_tokens"] = unused
+    template = {} if chat_template is None else {CHAT_TEMPLATE: chat_template}
     return {GGML + name: value for name, value in fields.items()} | template
 
 
@@ -156,6 +154,7 @@ def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
     if any(len(pair) != 2 or " " in pair[0] + pair[1] for pair in merges):
         _refuse("merges of texts with spaces")
     fields: dict[str, Any]
+    differs: list[str] = []
     has_fallback, vocab, words = model["byte_fallback"], model["vocab"], json.dumps(pre_tokenizer)
     names = [f"<0x{byte:02X}>" for byte in range(256)] if has_fallback else list_byte_names()
     missing = {byte for byte, name in enumerate(names) if name not in vocab}
@@ -166,11 +165,11 @@ def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
         if not found:
             _refuse(f"the normalizer {json.dumps(normalizer)[:200]} and the pre-tokenizer {words[:200]}")
         if found[0] and normalizer is None:
-            warnings.warn("llama.cpp adds a space also before a text that begins with one", stacklevel=3)
+            differs.append("that begin with a space")
         fields = {"model": "llama", "pre": "default", "scores": None, "add_space_prefix": found[0]}
     else:
         if normalizer == {"type": "NFC"}:
-            warnings.warn("llama.cpp does not normalize texts to NFC: others differ", stacklevel=3)
+            differs.append("that are not in NFC")
         elif normalizer is not None:
             _refuse(f"a normalizer {normalizer['type']}")
 
@@ -182,11 +181,11 @@ def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
         if not known:
             _refuse(f"ignore_merges {model['ignore_merges']} and the pre-tokenizer {words[:400]}")
         if model["unk_token"] is None:  # both leave out a byte without a token, but other tokens merge across it in one
-            if cut := sorted(missing - NOT_IN_UTF8):
-                listed = ", ".join(f"0x{byte:02X}" for byte in cut)
-                warnings.warn(f"texts with bytes that have no token ({listed}) may be cut differently", stacklevel=3)
+            differs += [f"with the byte 0x{byte:02X}" for byte in sorted(missing - NOT_IN_UTF8)]
             missing.clear()
         fields = {"model": "gpt2", "pre": known[0], "merges": [f"{left} {right}" for left, right in merges]}
+    if differs:
+        warnings.warn(f"llama.cpp may encode otherwise: texts {', '.join(differs)}", stacklevel=3)
     if missing:
         _refuse(f"no tokens for {len(missing)} of the 256 bytes")
     if has_fallback:
@@ -217,7 +216,7 @@ def _check_merges(texts: list[str], merges: set[tuple[str, ...]], vocab: Mapping
 def _cuts(token: str) -> list[tuple[str, str]]:
     """Return a token cut in two at every place. Raises `UserError` if it is too long: all cuts are a square of that."""
     if len(token) > LONGEST:
-        raise UserError(f"the token {short(token)} has {len(token):,} characters: needs at most {LONGEST:,}")
+        raise UserError(f"the token {short(token)} has more than {LONGEST:,} characters")
     return [(token[:cut], token[cut:]) for cut in range(1, len(token))]
 
 
@@ -227,19 +226,17 @@ def _refuse(part: str) -> NoReturn:
 
 def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
     """Return the tokenizer of a file. Raises `UserError` if its fields are damaged, or of a kind that is not known."""
-    tokens = fields.get(GGML + "tokens")
     if fields.get(GGML + "model") == "none":
         key = f"{fields.get('general.architecture')}.vocab_size"
         return IdTokenizer(check_count(key, fields.get(key), 1, LARGEST_SIZE))
-    if not isinstance(tokens, list) or not all(type(token) is str for token in tokens):
-        raise UserError(f"{GGML}tokens is missing or damaged: it must be a list of texts")
-    return BPETokenizer(json.dumps(_make_parts(fields, tokens), ensure_ascii=False))
+    parts = _make_parts(fields, _read_list(fields, "tokens", str))
+    return BPETokenizer(json.dumps(parts, ensure_ascii=False))
 
 
 def _make_parts(fields: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
     """Return the tokenizer.json of a BPE in a file of another program."""
     kind = fields.get(GGML + "model")
-    kinds = _read_list(fields, "token_type", len(tokens), int)
+    kinds = _read_list(fields, "token_type", int, len(tokens))
     vocab = {token: i for i, token in enumerate(tokens) if kinds[i] != UNUSED}
     if len(vocab) < len(tokens) - kinds.count(UNUSED):
         raise UserError(f"{GGML}tokens has two tokens of one text")
@@ -271,15 +268,15 @@ def _make_parts(fields: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
 
 def _byte_level_parts(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], bool]:
     """Return (model, other parts, whether a text begins with a token unless the file says) of a "gpt2"."""
-    merges, pre = fields.get(GGML + "merges"), fields.get(GGML + "pre")
-    pre = ALIASES.get(str(pre), pre)
-    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
-        known = ", ".join([*PRE_TOKENIZERS, *ALIASES])
-        raise UserError(f"{GGML}pre={short(pre)} is unknown, and decides how words are cut: jaxgpt reads {known}")
-    if not isinstance(merges, list) or not all(type(pair) is str and pair.count(" ") == 1 for pair in merges):
-        raise UserError(f"{GGML}merges is missing or damaged: it must be a list of two tokens and a space")
+    given = str(fields.get(GGML + "pre"))
+    pre = ALIASES.get(given, given)
+    if pre not in PRE_TOKENIZERS:
+        raise UserError(f"{GGML}pre={short(pre)} is unknown: jaxgpt reads {', '.join([*PRE_TOKENIZERS, *ALIASES])}")
     words, whole = PRE_TOKENIZERS[pre]
-    model = {"merges": [pair.split(" ") for pair in merges], "ignore_merges": whole}
+    merges = [pair.split(" ") for pair in _read_list(fields, "merges", str)]
+    if any(len(pair) != 2 for pair in merges):
+        raise UserError(f"{GGML}merges is damaged: each must be two tokens and a space")
+    model = {"merges": merges, "ignore_merges": whole}
     return model, {"pre_tokenizer": words, "decoder": BYTE_LEVEL}, pre in ("llama-bpe", "tekken")
 
 
@@ -287,7 +284,7 @@ def _sentencepiece_parts(
     fields: Mapping[str, Any], tokens: list[str], vocab: Mapping[str, int]
 ) -> tuple[dict[str, Any], dict[str, Any], bool]:
     """Return what `_byte_level_parts` does of a "llama", whose merges are all cuts of a token in two, by its score."""
-    scores = _read_list(fields, "scores", len(tokens), float)
+    scores = _read_list(fields, "scores", float, len(tokens))
     merges = []
     for token, i in vocab.items():
         merges += [(-scores[i], pair) for pair in _cuts(token) if pair[0] in vocab and pair[1] in vocab]
@@ -304,11 +301,12 @@ def _sentencepiece_parts(
     return model, {"normalizer": normalizer, "decoder": {"type": "Sequence", "decoders": decoders}}, True
 
 
-def _read_list(fields: Mapping[str, Any], name: str, length: int, kind: type) -> list[Any]:
-    """Return a list with a value for each token. Raises `UserError` if it is anything else."""
+def _read_list(fields: Mapping[str, Any], name: str, kind: type, length: int | None = None) -> list[Any]:
+    """Return a list of values of one kind, with one for each token. Raises `UserError` if it is anything else."""
     values = fields.get(GGML + name)
-    if not isinstance(values, list) or len(values) != length or not all(type(x) is kind for x in values):
-        raise UserError(f"{GGML}{name} is missing or damaged: it must be a list of {length:,} numbers")
+    is_list = isinstance(values, list) and all(type(x) is kind for x in values)
+    if not is_list or length not in (None, len(values)):
+        raise UserError(f"{GGML}{name} is missing or damaged: it must be a list, with a value for each token")
     return values
 
 

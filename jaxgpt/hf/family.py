@@ -73,19 +73,17 @@ CAUSAL_DECODER = never(
 )
 
 
-def alias(theirs: str, key: str, default: Any = None) -> ConfigRule:
-    """Return the rule for `theirs`, a second name of `key`: absent, or with the same value.
-
-    default: the value of `key` if it is absent.
-    """
+def aliases(**table: str | tuple[str, Any]) -> ConfigRule:
+    """Return the rule for second names of keys: absent, or with the same value. table: see `fields`."""
 
     def read(hf: Json) -> Json:
-        value, used = hf.get(theirs), _get(hf, key, default)
-        if value is not None and used is not None and value != used:
-            raise UserError(f"conflicting {key}={short(used)} and {theirs}={short(value)}: remove the wrong one")
+        for name, key in table.items():
+            value, used = hf.get(name), hf.get(key) if isinstance(key, str) else _get(hf, *key)
+            if None not in (value, used) and value != used:
+                raise UserError(f"conflicting {key}={short(used)} and {name}={short(value)}: remove the wrong one")
         return {}
 
-    return ConfigRule((theirs,), read)
+    return ConfigRule(tuple(table), read)
 
 
 def _get(hf: Json, key: str, default: Any) -> Any:
@@ -93,18 +91,14 @@ def _get(hf: Json, key: str, default: Any) -> Any:
 
 
 def choice(ours: str, theirs: str, values: dict[str, str], default: str) -> ConfigRule:
-    """Return the rule for a field with other names for its values in config.json.
+    """Return the rule for a field, `ours`, with other names for its values under the key `theirs`.
 
-    Args:
-        ours: the field of `GPTConfig`.
-        theirs: the key in config.json.
-        values: their name -> ours. If several names mean the same, the first is written. If none does, null is.
-        default: their name if the key is absent or null.
+    values: their name -> ours. If several mean the same, the first is written. default: their name if there is none.
     """
 
     def read(hf: Json) -> Json:
         value = hf.get(theirs) or default
-        if not isinstance(value, str) or value not in values:
+        if str(value) not in values:
             raise UserError(f"{theirs}={short(value)}: needs one of {', '.join(values)}")
         return {ours: values[value]}
 
@@ -127,10 +121,8 @@ def read_count(hf: Json, key: str, default: int) -> int:
 def windows(usual: Callable[[int, Json], bool], *keys: str, switch: str | None = None) -> ConfigRule:
     """Return the rule for `layer_types`, which lists the layers that have a sliding window.
 
-    Args:
-        usual: (layer, config.json) -> whether the layer has a window if there is no list.
-        keys: the further keys that `usual` reads.
-        switch: a key that must be true for any layer to have a window. None means that there is none.
+    usual: (layer, config.json) -> whether the layer has a window if there is no list. keys: the further keys that it
+    reads. switch: a key that must be true for any layer to have a window, if there is one.
     """
     keys = ("layer_types", "sliding_window", *([switch] if switch else []), *keys)
 
@@ -154,8 +146,10 @@ def windows(usual: Callable[[int, Json], bool], *keys: str, switch: str | None =
         return {"sliding_window": size, "global_every": every}
 
     def write(config: GPTConfig) -> Json:
-        kinds = [FULL if config.window(i) is None else SLIDING for i in range(config.n_layer)]
-        return {"sliding_window": config.sliding_window, "layer_types": kinds}
+        size, layers = config.sliding_window, config.n_layer
+        kinds = [FULL if config.window(i) is None else SLIDING for i in range(layers)]
+        qwens = {switch: size is not None, "max_window_layers": 0 if size else layers} if switch else {}
+        return {"sliding_window": size, "layer_types": kinds} | qwens
 
     return ConfigRule(keys, read, write)
 
@@ -184,11 +178,9 @@ def rope(
     transformers 4 has `rope_theta` and `rope_scaling`, 5 has `rope_parameters`. Both are written. The rule reads what
     transformers 5 reads: `rope_scaling` if there is one, else `rope_parameters`, and other keys for what they lack.
 
-    Args:
-        theta: the family's key in transformers 4 for the base of the wavelengths.
-        usual: the base if it is absent.
-        fraction: the key for the rotated fraction of each head. None means that heads are rotated in full.
-        local: the key for the base in layers with a sliding window, which have a rotation of their own (Gemma 3).
+    theta: the family's key in transformers 4 for the base of the wavelengths. usual: the base if it is absent. fraction:
+    the key for the rotated fraction of each head, if they are not rotated in full. local: the key for the base in layers
+    with a sliding window, if they have a rotation of their own (Gemma 3).
     """
 
     def read(hf: Json) -> Json:
@@ -200,7 +192,7 @@ def rope(
             return _to_fields(hf, usual_values | found, has_fraction=fraction is not None)
         both = hf.get("rope_parameters") or {}
         if not isinstance(both, dict) or both.keys() - {FULL, SLIDING}:
-            raise UserError(f"rope_parameters={short(both)}: it must have {FULL} and {SLIDING}, each an object")
+            raise UserError(f"rope_parameters={short(both)}: needs {FULL} and {SLIDING}, each an object")
         inner = _to_fields(hf, {THETA: _get(hf, local, 10_000.0)} | _read_object(both, SLIDING))
         if "rope_scaling" in inner:
             raise UserError("rope_parameters scale the layers with a sliding window: only others can be scaled")
@@ -238,7 +230,7 @@ def _read_object(hf: Json, key: str) -> Json:
 def _to_fields(hf: Json, rotation: Json, *, has_fraction: bool = False) -> Json:
     """Return the fields of `GPTConfig` for a rotation of transformers 5. has_fraction: heads may be turned in part."""
     kind = rotation.get("rope_type", "default")
-    if not isinstance(kind, str) or kind not in SCALINGS:
+    if str(kind) not in SCALINGS:
         raise UserError(f"rope_type={short(kind)}: needs one of {', '.join(SCALINGS)}")
     names = SCALINGS[kind]
     if ORIGINAL in names and hf.get(ORIGINAL) is not None:  # other types ignore it
@@ -294,13 +286,9 @@ def weight_rules(
 ) -> tuple[WeightRule, ...]:
     """Return the rules for all tensors, from the names of modules.
 
-    Args:
-        top: the path of our module -> theirs, outside of the layers.
-        layer: the prefix of their names in a layer.
-        inside: the path of our module in a layer -> theirs after the prefix. See `FUSED` for those that share a tensor.
-        matrices: layout of linear layers.
-        fused: layout of attn/qkv.
-        rotated: layout of attn/q and attn/k.
+    top: the path of our module -> theirs, outside of the layers. inside: the same in a layer, where their names begin with
+    `layer`. See `FUSED` for those that share a tensor. fused: layout of attn/qkv. rotated: of attn/q and attn/k. matrices:
+    of the other linear layers.
     """
     rules, layouts = [], {"qkv": fused, "q": rotated, "k": rotated}
     for ours, theirs in (top | {f"h_{{}}/{ours}": f"{layer}.{theirs}" for ours, theirs in inside.items()}).items():
@@ -319,20 +307,16 @@ def weight_rules(
 
 
 def split(theirs: np.ndarray, outputs: Sequence[int], layout: Layout, head_dim: int) -> list[np.ndarray]:
-    """Split a tensor of a file into our arrays, views where possible.
-
-    outputs: the last axis of each array. head_dim: elements per head.
-    """
+    """Split a tensor of a file into our arrays, views where possible. outputs: the last axis of each array."""
     cuts = np.cumsum(outputs)[:-1]
     if layout == "same":
         return [theirs]
     if layout == "columns":
         return np.split(theirs, cuts, axis=-1)
-    if layout in ("heads", "pairs"):
-        parts = (len(outputs), head_dim) if layout == "heads" else (head_dim // 2, 2)
-        theirs = theirs.reshape(-1, *parts, *theirs.shape[1:])
-        axes = (0, 1) if layout == "heads" else (1, 2)
-        theirs = theirs.swapaxes(*axes).reshape(-1, *theirs.shape[3:])
+    if layout == "heads":
+        theirs = _swap(theirs, (-1, len(outputs), head_dim), (0, 1))
+    if layout == "pairs":
+        theirs = _swap(theirs, (-1, head_dim // 2, 2), (1, 2))
     return [x.T for x in np.split(theirs, cuts)]
 
 
@@ -344,12 +328,15 @@ def join(ours: Sequence[np.ndarray], layout: Layout, head_dim: int) -> np.ndarra
         return np.concatenate(ours, axis=-1)
     theirs = np.concatenate([x.T for x in ours])
     if layout == "heads":
-        x_3NHD = theirs.reshape(len(ours), -1, head_dim, *theirs.shape[1:])
-        return x_3NHD.swapaxes(0, 1).reshape(theirs.shape)
+        return _swap(theirs, (len(ours), -1, head_dim), (0, 1))
     if layout == "pairs":
-        x_K2RD = theirs.reshape(-1, 2, head_dim // 2, *theirs.shape[1:])
-        return x_K2RD.swapaxes(1, 2).reshape(theirs.shape)
+        return _swap(theirs, (-1, 2, head_dim // 2), (1, 2))
     return theirs
+
+
+def _swap(x: np.ndarray, shape: tuple[int, ...], axes: tuple[int, int]) -> np.ndarray:
+    """Return an array of the same shape, whose first axis has two parts swapped. shape: that of the first axis."""
+    return x.reshape(*shape, *x.shape[1:]).swapaxes(*axes).reshape(x.shape)
 
 
 def their_shape(ours: Sequence[tuple[int, ...]], layout: Layout) -> tuple[int, ...]:
@@ -427,14 +414,11 @@ class Family:
     def unknown_keys(self, hf: dict[str, Any]) -> list[str]:
         """Return the unknown keys of a config.json, except those that are null, false or private to transformers."""
         known = IGNORED.union(*(rule.keys for rule in self.config_rules))
-        unused = known.union(key for key, value in hf.items() if value in (None, False) or key.startswith("_"))
-        return sorted(hf.keys() - unused)
+        used = (key for key, value in hf.items() if value not in (None, False) and not key.startswith("_"))
+        return sorted({*used} - known)
 
     def expand_rules(self, config: GPTConfig, paths: Container[str]) -> Iterator[WeightRule]:
-        """Yield the rule of each tensor of a model, with layer indices filled in.
-
-        paths: paths of the model's parameters. Rules for others are skipped.
-        """
+        """Yield the rule of each tensor of a model, with layer indices filled in, if it has these paths of parameters."""
         for rule in self.weight_rules:
             for layer in range(config.n_layer) if "{}" in rule.theirs else (0,):
                 ours = tuple(path.format(layer) for path in rule.ours)
@@ -453,7 +437,7 @@ def canonical_form(config: GPTConfig) -> dict[str, Any]:
     form["windows"] = [c.window(i) for i in range(c.n_layer)]
     if c.position == "rope":
         scaling = "none" if c.rope_scaling == "linear" and c.rope_factor == 1.0 else c.rope_scaling
-        names = () if scaling == "none" else SCALINGS[scaling].values()
+        names = SCALINGS.get(scaling, {}).values()
         usual = (float(c.rope_theta), scaling, *(np.float32(getattr(c, name)).tolist() for name in names))
         local = usual if c.rope_local_theta is None else (float(c.rope_local_theta), "none")
         form["rope_size"] = int(config.shape.head_dim * c.rope_fraction)

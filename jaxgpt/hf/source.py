@@ -59,8 +59,8 @@ class Source:
 def find_directory(name: str, wanted: Sequence[str] = WANTED, *, downloads: bool = True) -> Path:
     """Return the directory of a model, downloaded from the Hub if needed. Raises `UserError` if it is not available.
 
-    name: a directory, or an id on the Hub, which is downloaded to huggingface_hub's cache. wanted: files. downloads:
-    False takes what that cache has, for a name from the record of a run.
+    name: a directory, or an id on the Hub. wanted: files. downloads: False takes what huggingface_hub's cache has, for a
+    name from the record of a run.
     """
     path = Path(name)
     if is_there(path, "Give a directory with config.json, tokenizer.json and .safetensors files."):
@@ -84,42 +84,32 @@ def find_directory(name: str, wanted: Sequence[str] = WANTED, *, downloads: bool
 
 
 def open_source(name: str, tokenizer: str | None = None, *, downloads: bool = True) -> Source:
-    """Open a model and check it, before any tensor is read.
+    """Open a model and check it, before any tensor is read. Raises `UserError` if a part is missing, damaged or unknown.
 
-    Args:
-        name: a directory, or an id on the Hub. downloads: see `find_directory`.
-        tokenizer: path of a tokenizer.json, or "ids" for none. None means the one in the directory.
-
-    Raises:
-        UserError: something is missing, damaged or unknown.
+    name, downloads: see `find_directory`. tokenizer: a tokenizer.json, or "ids" for none, by default the directory's.
     """
     directory = find_directory(name, downloads=downloads)
     path = directory / "config.json"
     if (directory / "adapter_config.json").exists():
-        remedy = "Merge it by merge_and_unload of PEFT, and give what save_pretrained writes"
-        raise UserError(f"{directory} has an adapter and no whole model. {remedy}")
+        raise UserError(f"{directory} has an adapter and no whole model: merge it by merge_and_unload of PEFT")
     hf = read_json(path, LARGEST_CONFIG)
     if not isinstance(hf, dict):
         raise UserError(f"{path} holds {type(hf).__name__}, not an object: download it again")
+    tensors = list_tensors(directory)
     try:
         family = get_family(hf)
         config = family.read(hf)
-    except UserError as e:
-        raise UserError(f"{path}: {e}") from None
-    if unknown := family.unknown_keys(hf):
-        what = f"{path} has keys that jaxgpt does not know, {short(unknown)}"
-        warnings.warn(f"{what}: if one changes the logits, the model is wrong", UserWarning, stacklevel=2)
-    file = str(directory / "tokenizer.json") if tokenizer is None else tokenizer
-    if tokenizer is None and not Path(file).exists():
-        other = "transformers' AutoTokenizer converts other files (save_pretrained)"
-        given = "Or give another with --tokenizer FILE (--data.tokenizer FILE for training), or `ids` as FILE for none"
-        raise UserError(f"{directory} has no tokenizer.json: {other}. {given}")
-    found = load_named_tokenizer(file, config)
-    tensors = list_tensors(directory)
-    try:
         check(tensors, family, config)
     except UserError as e:
         raise UserError(f"{directory}: {e}") from None
+    if unknown := family.unknown_keys(hf):
+        said = f"{short(unknown)}, which jaxgpt does not know: if one changes the logits, they are wrong"
+        warnings.warn(f"{path} has {said}", UserWarning, stacklevel=2)
+    file = str(directory / "tokenizer.json") if tokenizer is None else tokenizer
+    if tokenizer is None and not Path(file).exists():
+        given = "--tokenizer FILE (--data.tokenizer FILE for training), or `ids` as FILE for none"
+        raise UserError(f"{directory} has no tokenizer.json: give another with {given}")
+    found = load_named_tokenizer(file, config)
     return Source(directory=directory, family=family, config=config, tokenizer=found, tensors=tensors)
 
 

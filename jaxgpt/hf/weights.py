@@ -1,7 +1,4 @@
-"""Read and write safetensors files, and convert their tensors to our parameters and back by the rules of a family.
-
-They are converted one at a time, so that memory holds the model and one more tensor.
-"""
+"""Read and write safetensors files, and convert their tensors to our parameters and back, one at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import dataclasses
 import functools
 import json
 import math
-import os
+import re
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -29,6 +26,7 @@ from jaxgpt.lora import A, B, LoraConfig
 from jaxgpt.model import GPT, GPTConfig
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NEXT_TO_IT = re.compile(r"[^/\\]+\.safetensors")
 OTHERS = ("consolidated.safetensors", "adapter_model.safetensors")  # Mistral's own names for tensors, and PEFT's
 LARGEST_INDEX = 2**26  # bytes, about a million tensors
 SHARD = 5 * 10**9  # bytes per file, as on the Hub
@@ -72,10 +70,7 @@ def _open(file: Path) -> Any:
 
 
 def list_tensors(directory: Path) -> dict[str, Tensor]:
-    """List the tensors of a directory by name, from one file, which goes first, or from those in an index. Reads headers only.
-
-    Raises `UserError` for files that are missing, truncated, damaged or pickled.
-    """
+    """List the tensors of a directory by name, from one file, or else from those in an index. Reads headers only."""
     index = directory / INDEX
     if (directory / ONE).exists() or not index.exists():
         return _read_header(_find_file(directory))
@@ -101,10 +96,10 @@ def _read_index(index: Path) -> dict[str, Path]:
     """Return the file of each tensor, by name."""
     values = read_json(index, LARGEST_INDEX)
     names = values.get("weight_map") if isinstance(values, dict) else None
-    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+    if not isinstance(names, dict):
         raise UserError(f"{index} needs a weight_map from tensors to files: download it again")
-    for file in dict.fromkeys(names.values()):
-        if file != os.path.basename(file) or not file.endswith(".safetensors"):
+    for file in {*map(str, names.values())}:
+        if not NEXT_TO_IT.fullmatch(file):
             raise UserError(f"{index} names {short(file)}: it must name a .safetensors file next to it")
     return {name: index.with_name(file) for name, file in names.items()}
 
@@ -158,8 +153,7 @@ def check(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None
         if tensor.kind not in DTYPES:
             problems.append(f"{name} holds {tensor.kind}, jaxgpt reads {', '.join(DTYPES)}")
     if problems:
-        what = f"the tensors do not fit the configuration ({family.model_type})"
-        raise UserError(f"{what}: {'; '.join(problems)}. Is it of another model?")
+        raise UserError(f"the tensors do not fit the configuration ({family.model_type}): {'; '.join(problems)}")
 
 
 def read_params(
@@ -170,29 +164,20 @@ def read_params(
     dtype: DTypeLike | None = None,
     places: dict[str, jax.sharding.Sharding] | None = None,
 ) -> dict:
-    """Read the parameters.
+    """Read the parameters from tensors that `check` accepts. Needs `scan_layers` off.
 
-    Args:
-        tensors: the tensors by name, accepted by `check`.
-        family: the family of the model.
-        config: the architecture, with `scan_layers` off.
-        dtype: the dtype of the parameters. None means as stored.
-        places: sharding of each parameter, by path. None means the first device.
-
-    Raises:
-        UserError: the output matrix differs from the embedding that config.json ties it to.
+    dtype: the dtype of the parameters. None means as stored. places: sharding of each parameter, by path. None means the
+    first device. Raises `UserError` if the output matrix differs from the embedding that config.json ties it to.
     """
     family = _as_in_files(family, tensors)
     _check_tied(tensors, family, config)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    params: dict[str, Any] = {}
-    head_dim, broken = config.shape.head_dim, []
-    shapes = shapes_of(config)
+    params, broken, shapes = dict[str, Any](), [], shapes_of(config)
     for rule in family.expand_rules(config, shapes):
         tensor, outputs = tensors[rule.theirs].read(), [shapes[path][-1] for path in rule.ours]
         if not np.isfinite(tensor).all():
             broken.append(rule.theirs)
-        for path, part in zip(rule.ours, split(tensor, outputs, rule.layout, head_dim), strict=True):
+        for path, part in zip(rule.ours, split(tensor, outputs, rule.layout, config.shape.head_dim), strict=True):
             params[path] = jax.make_array_from_callback(
                 part.shape,
                 here if places is None else places[path],
@@ -200,8 +185,7 @@ def read_params(
                 lambda index, part=part: np.array(part[index], dtype=dtype, order="C"),
             )
     if broken:
-        what = f"{summarize_names(broken)} have NaN or infinite values, and so may the logits"
-        warnings.warn(f"{what}: download the model again", UserWarning, stacklevel=2)
+        warnings.warn(f"{summarize_names(broken)} have NaN or infinite values", UserWarning, stacklevel=2)
     return traverse_util.unflatten_dict(params, sep="/")
 
 
@@ -216,15 +200,12 @@ def _check_tied(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -
         x, y = (tensors[name].read().astype(np.float32) for name in (embedding, head))
         if np.array_equal(x, y, equal_nan=True):
             return
-    problem = f"{head} differs from {embedding}, but config.json ties them (tie_word_embeddings is true or absent)"
-    raise UserError(f"{problem}: set it to false to use both, or remove {head} from {tensors[head].file}")
+    remedy = "set tie_word_embeddings to false to use both"
+    raise UserError(f"{head} differs from {embedding}, to which config.json ties it: {remedy}")
 
 
 def to_tensors(params: dict, family: Family, config: GPTConfig, dtype: DTypeLike | None = None) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint by name, each made when it is written.
-
-    dtype: the dtype of the tensors. None means the parameters' own.
-    """
+    """Return the tensors of a checkpoint by name, each made when it is written. dtype: by default the parameters' own."""
     flat, head_dim = _flatten(params), config.shape.head_dim
     made: dict[str, Tensor] = {}
     for rule in family.expand_rules(config, flat):
@@ -235,7 +216,7 @@ def to_tensors(params: dict, family: Family, config: GPTConfig, dtype: DTypeLike
             return join([np.asarray(x).astype(kind, copy=False) for x in ours], rule.layout, head_dim)
 
         made[rule.theirs] = Tensor(their_shape([x.shape for x in ours], rule.layout), SPELLED[kind], make)
-    assert not flat, f"{family.model_type} has no tensors for {sorted(flat)}"
+    assert not flat, flat.keys()
     return made
 
 
@@ -271,10 +252,7 @@ def to_peft(
 
 
 def write(directory: Path, tensors: dict[str, Tensor], shard: int = SHARD) -> None:
-    """Write one file, or an index and several files.
-
-    shard: most bytes of a file, unless it holds a single larger tensor.
-    """
+    """Write one file, or an index and several. shard: most bytes of a file, unless it holds a single larger tensor."""
     try:
         from huggingface_hub import split_state_dict_into_shards_factory
     except ImportError:
@@ -308,7 +286,7 @@ def write_file(file: Path, tensors: dict[str, Tensor]) -> None:
         f.write(len(raw).to_bytes(8, "little") + raw)
         for name, tensor in tensors.items():
             array = np.ascontiguousarray(tensor.read())
-            assert array.shape == tensor.shape and array.dtype == DTYPES[tensor.kind], (name, array.shape, array.dtype)
+            assert array.shape == tensor.shape and array.dtype == DTYPES[tensor.kind], name
             array.tofile(f)
 
 

@@ -31,8 +31,7 @@ def initialize(config: ParallelConfig) -> None:
     """Connect to the other processes, if there are any. Call this before JAX starts a backend.
 
     JAX detects them on Cloud TPU, GKE, SLURM and Open MPI. Elsewhere, `config.coordinator` is the address of process 0.
-    Raises `UserError` if they cannot connect. Ends the process if they do not all connect within
-    `config.connect_timeout` seconds: the call that waits for the others cannot be interrupted.
+    Raises `UserError` if they cannot connect. Ends the process if they do not all come within `config.connect_timeout`.
     """
     address, seconds = config.coordinator, config.connect_timeout
     if jax.distributed.is_initialized() or (address is None and cluster() is None):
@@ -43,9 +42,8 @@ def initialize(config: ParallelConfig) -> None:
     where = address or f"the coordinator that {cluster()} names"
 
     def give_up() -> None:
-        remedy = "start each with the same --parallel.processes, where it can reach that address"
-        os.write(2, f"jaxgpt: the processes did not all meet at {where} within {seconds:.0f} s: {remedy}\n".encode())
-        os._exit(2)
+        os.write(2, f"jaxgpt: the processes did not all meet at {where} within {seconds:.0f} s\n".encode())
+        os._exit(2)  # the call that waits for the others cannot be interrupted
 
     timer = threading.Timer(seconds, give_up)
     timer.start()
@@ -65,8 +63,7 @@ def initialize(config: ParallelConfig) -> None:
             shutdown_timeout_seconds=SHUTDOWN,
         )
     except Exception as e:  # whatever the cluster's own library raises
-        remedy = "Start each of them. For a single process, unset the variables that name the others."
-        raise UserError(f"the processes could not meet at {where}: {first_line(e)}. {remedy}") from None
+        raise UserError(f"the processes could not meet at {where}: {first_line(e)}") from None
     finally:
         timer.cancel()
 
@@ -74,18 +71,16 @@ def initialize(config: ParallelConfig) -> None:
 def cluster() -> str | None:
     """Return the name of the environment that started this process with others, or None if there are no others."""
     env = os.environ
-
-    def count(name: str) -> int:
-        value = env.get(name, "1")
-        if not value.isdecimal():
-            raise UserError(f"{name}={value!r}: set a whole number of processes, or unset it if this process is alone")
-        return int(value)
-
-    if "OMPI_MCA_orte_hnp_uri" in env and count("OMPI_COMM_WORLD_SIZE") > 1:
-        return "Open MPI"
     # Variables of a SLURM step, set by srun: sbatch without it, or an interactive shell, runs one process.
-    if "SLURM_STEP_NODELIST" in env and count("SLURM_NTASKS") > 1:
-        return "SLURM"
+    for name, mark, size in (
+        ("Open MPI", "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"),
+        ("SLURM", "SLURM_STEP_NODELIST", "SLURM_NTASKS"),
+    ):
+        count = env.get(size, "1")
+        if mark in env and not count.isdecimal():
+            raise UserError(f"{size}={count!r}: set a whole number of processes, or unset it")
+        if mark in env and int(count) > 1:
+            return name
     if "," in env.get("TPU_WORKER_HOSTNAMES", ""):
         return "GKE"
     chips = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
@@ -117,6 +112,13 @@ def _store() -> Any:
     return distributed.global_state.client
 
 
+def _exchange(words: str) -> list[str]:
+    """Return the words of all processes, in their order. They must make these calls in the same order."""
+    key, store = f"jaxgpt/exchanged/{next(_asked)}", _store()
+    store.key_value_set(f"{key}/{jax.process_index()}", words)
+    return [store.blocking_key_value_get(f"{key}/{process}", WEEK) for process in range(jax.process_count())]
+
+
 def exit_now(status: int) -> NoReturn:
     """End this process at once: a normal exit would wait for the others."""
     for stream in (sys.stdout, sys.stderr):
@@ -133,38 +135,29 @@ def raise_on_all() -> Iterator[None]:
     if not is_multiprocess():
         yield
         return
-    key, words = f"jaxgpt/checked/{next(_asked)}", ""
+    words = ""
     try:
         yield
     except UserError as e:
         words = str(e)
-    store = _store()
-    store.key_value_set(f"{key}/{jax.process_index()}", words)
-    others = (store.blocking_key_value_get(f"{key}/{process}", WEEK) for process in range(jax.process_count()))
+    others = _exchange(words)
     if said := words or next(filter(None, others), ""):
         # Each waits until all have read it. One that does not come hangs, or has ended.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            store.wait_at_barrier(f"{key}/read", HEARTBEAT * 1000)
+            _store().wait_at_barrier(f"jaxgpt/read/{next(_asked)}", HEARTBEAT * 1000)
         raise UserError(said)
 
 
 def on_process_0(function: Callable[[], int]) -> int:
-    """Call `function` in process 0 and return its result, an integer, in all processes.
+    """Call `function` in process 0 and return its result, an integer, in all processes, or raise its `UserError`.
 
-    If it raises `UserError`, all processes raise one with the same message. All processes must make these calls, in
-    the same order.
+    All processes must make these calls, in the same order.
     """
     found = 0
     with raise_on_all():
         if is_process_0():
             found = function()
-            assert type(found) is int, found
-    if not is_multiprocess():
-        return found
-    key = f"jaxgpt/found/{next(_asked)}"
-    if is_process_0():
-        _store().key_value_set(key, str(found))
-    return int(_store().blocking_key_value_get(key, WEEK))
+    return int(_exchange(str(found))[0]) if is_multiprocess() else found
 
 
 @contextlib.contextmanager
