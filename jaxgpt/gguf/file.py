@@ -264,18 +264,18 @@ def write_gguf(path: Path, fields: Mapping[str, Any], tensors: dict[str, Tensor]
     is that of the matrices, by default each one's own. q8_0 becomes float16 if rows are not divisible by 32.
     """
     gguf = _package()
-    usual = tensors[EMBEDDING].kind if dtype is None else NAMES[dtype]
+    named = None if dtype is None else NAMES[dtype]
     writer, kinds = gguf.GGUFWriter(None, fields["general.architecture"]), gguf.GGUFValueType
-    types = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
-    own = {"general.file_type": FILE_TYPES[usual], "general.quantization_version": gguf.GGML_QUANT_VERSION}
+    own = {
+        "general.file_type": FILE_TYPES[named or tensors[EMBEDDING].kind],
+        "general.quantization_version": gguf.GGML_QUANT_VERSION,
+    }
     for key, value in (own | dict(fields)).items():
-        if isinstance(value, list):
-            writer.add_key_value(key, value, kinds.ARRAY, (types | {int: kinds.INT32})[type(value[0])])
-        elif key != "general.architecture":  # the writer has added it
-            writer.add_key_value(key, value, types[type(value)])
+        if key != "general.architecture":  # the writer has added it
+            writer.add_key_value(key, value, kinds.UINT32 if type(value) is int else kinds.get_type(value))
     stored = []
     for name, tensor in tensors.items():
-        kind = tensor.kind if dtype is None else NAMES[dtype]
+        kind = named or tensor.kind
         if len(tensor.shape) < 2 or name == "position_embd.weight":
             kind = "F32"
         elif kind == "Q8_0" and tensor.shape[-1] % 32:
@@ -413,8 +413,7 @@ def _read_part(path: Path) -> tuple[Json, dict[str, Tensor]]:
         (value,) = take(SCALARS[kind])
         return float(str(np.float32(value))) if SCALARS[kind] == "f" else value
 
-    values: Json = {}
-    infos: list[tuple[Any, ...]] = []
+    values, infos = dict[str, Any](), list[tuple[Any, ...]]()
     if raw[:4] != MAGIC:
         raise UserError(f"{path} is not a GGUF file")
     try:

@@ -94,7 +94,7 @@ def tokenizer_fields(
     and the end of a chat's turns last, by default the tokenizer's own. Raises `UserError` if llama.cpp cannot encode as
     this tokenizer does, and warns of texts that it encodes differently.
     """
-    if tokenizer.vocab_size > vocab_size or any(not 0 <= end < vocab_size for end in ends):
+    if tokenizer.vocab_size > vocab_size or {*ends} - {*range(vocab_size)}:
         raise UserError(f"{tokenizer.vocab_size:,} tokens with ends {[*ends]} do not fit into {vocab_size:,} rows")
     own = [tokenizer.end_of_text] if tokenizer.end_of_text is not None else []
     fields: dict[str, Any]
@@ -145,7 +145,7 @@ def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
     for part in (model, *added):
         for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "single_word", "lstrip", "rstrip"):
             if part.get(name):
-                _refuse(f"{name} {short(part[name])} {short(part.get('content', ''))}")
+                _refuse(f"{name} {short(part[name])}")
     ids = model["vocab"] | {token["content"]: token["id"] for token in added}
     tokens, special = {i: text for text, i in ids.items()}, {token["id"]: token["special"] for token in added}
     if len(tokens) < len(ids):
@@ -195,7 +195,10 @@ def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
             fields["unknown_token_id"], kinds[unknown] = unknown, UNKNOWN
         # llama.cpp would print U+2581 of a token that the user defined, and merges make it anyway.
         kinds |= {i: NORMAL for i, text in tokens.items() if kinds[i] == USER_DEFINED and SPACE in text}
-        _check_merges([text for i, text in tokens.items() if kinds[i] == NORMAL], {*merges}, vocab)
+        known = {*merges}
+        for pair in (pair for i, text in tokens.items() if kinds[i] == NORMAL for pair in _cuts(text)):
+            if pair not in known and all(len(part) == 1 or part in vocab for part in pair):
+                _refuse(f"byte fallback, and no merge of {short(pair[0])} and {short(pair[1])}")
         ranks = {left + right: rank for rank, (left, right) in reversed([*enumerate(merges)])}  # the first merge
         fields["scores"] = [-float(ranks.get(tokens.get(i, ""), len(merges))) for i in range(vocab_size)]
     fields["tokens"] = [tokens.get(i, f"[PAD{i}]") for i in range(vocab_size)]
@@ -203,14 +206,6 @@ def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
     if len(set(fields["tokens"])) < vocab_size:
         _refuse("a token with the name of an unused one, [PAD...]")
     return fields
-
-
-def _check_merges(texts: list[str], merges: set[tuple[str, ...]], vocab: Mapping[str, int]) -> None:
-    """Raise `UserError` if two neighbours make a token of `texts`, and not by a merge."""
-    for text in texts:
-        for pair in _cuts(text):
-            if pair not in merges and all(len(part) == 1 or part in vocab for part in pair):
-                _refuse(f"byte fallback, and no merge of {short(pair[0])} and {short(pair[1])}")
 
 
 def _cuts(token: str) -> list[tuple[str, str]]:

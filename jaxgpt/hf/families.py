@@ -258,14 +258,13 @@ def get_family(hf: dict[str, Any]) -> Family:
 
 def find_family(config: GPTConfig, wanted: str | None = None) -> Family:
     """Return a family that can express this architecture, `wanted` if it can. Raises `UserError` if none can."""
-    missing = {}
+    missing = []
     for family in sorted(FAMILIES.values(), key=lambda family: family.model_type != wanted):
         try:
-            missing[family.model_type] = find_differences(config, family.read(family.write(config)))
+            lacks = find_differences(config, family.read(family.write(config)))
         except UserError:  # too different to compare field by field
             continue
-        if not missing[family.model_type]:
+        if not lacks:
             return family
-    nearest = min(missing, key=lambda name: len(missing[name]))
-    lacks = ", ".join(missing[nearest])
-    raise UserError(f"no family on the Hub has this architecture. The nearest, {nearest}, does not support {lacks}")
+        missing.append((len(lacks), f"{family.model_type}, does not support {', '.join(lacks)}"))
+    raise UserError(f"no family on the Hub has this architecture. The nearest, {min(missing)[1]}")

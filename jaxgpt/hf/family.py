@@ -25,10 +25,7 @@ class ConfigRule(NamedTuple):
 
 
 def fields(**table: str | tuple[str, Any]) -> ConfigRule:
-    """Return the rule for fields that are stored as they are.
-
-    table: field of `GPTConfig` -> its key, which must be present, or (key, the value that its absence means).
-    """
+    """Return the rule for fields that are stored as they are. table: field -> its key, or (key, value if it is absent)."""
     keys = {ours: (key,) if isinstance(key, str) else key for ours, key in table.items()}
 
     def read(hf: Json) -> Json:
@@ -175,8 +172,8 @@ def rope(
 ) -> ConfigRule:
     """Return the rule for rotations.
 
-    transformers 4 has `rope_theta` and `rope_scaling`, 5 has `rope_parameters`. Both are written. The rule reads what
-    transformers 5 reads: `rope_scaling` if there is one, else `rope_parameters`, and other keys for what they lack.
+    transformers 4 has `rope_theta` and `rope_scaling`, 5 `rope_parameters`. Both are written. As in 5, `rope_scaling` is
+    read if there is one, else `rope_parameters`, and other keys for what they lack.
 
     theta: the family's key in transformers 4 for the base of the wavelengths. usual: the base if it is absent. fraction:
     the key for the rotated fraction of each head, if they are not rotated in full. local: the key for the base in layers
@@ -387,8 +384,7 @@ class Family:
     """A model family in a format: its names, and the rules for the configuration and for the tensors."""
 
     model_type: str  # transformers' name for it, in config.json
-    # transformers' class. None means another format, with neither name in its configuration
-    architecture: str | None = None
+    architecture: str | None = None  # transformers' class. None means another format, with neither name
     prefix: str = ""  # begins the names of all tensors but the output matrix. Checkpoints of the base model lack it
     config_rules: tuple[ConfigRule, ...]  # how each field of the configuration is stored
     weight_rules: tuple[WeightRule, ...]  # how each parameter is stored

@@ -80,7 +80,8 @@ def find_directory(name: str, wanted: Sequence[str] = WANTED, *, downloads: bool
         return Path(snapshot_download(name, local_files_only=not downloads, **files))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
         remedy = f"Where there is a network: hf download {name} --local-dir DIR, and give that directory instead"
-        raise UserError(f"{name} is neither here nor downloaded: {first_line(e)[:200]}. {remedy}") from None
+        why = first_line(e)[:200] if downloads else "it was never downloaded here"
+        raise UserError(f"{name} is not available: {why}. {remedy}") from None
 
 
 def open_source(name: str, tokenizer: str | None = None, *, downloads: bool = True) -> Source:
@@ -124,12 +125,11 @@ def load_named_tokenizer(name: str, config: GPTConfig) -> Tokenizer:
 
 def check_vocabulary(tokenizer: Tokenizer, name: str | Path, config: GPTConfig) -> None:
     """Raise `UserError` if a tokenizer has more ids than the model. name: its file."""
-    size = config.vocab_size or 0
-    over = size - tokenizer.vocab_size
-    both = f"{name} has ids up to {tokenizer.vocab_size - 1:,}, the model a vocab_size of {size:,}"
-    if over < 0:
+    size, ids = config.vocab_size or 0, tokenizer.vocab_size
+    both = f"{name} has ids up to {ids - 1:,}, the model a vocab_size of {size:,}"
+    if ids > size:
         raise UserError(f"{both}: it is not this model's tokenizer. Give the right one with --tokenizer FILE")
-    if over > PADDING:
+    if ids + PADDING < size:
         warnings.warn(f"{both}: is it this model's tokenizer?", UserWarning, stacklevel=4)
 
 

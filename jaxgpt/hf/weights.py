@@ -195,13 +195,11 @@ def _check_tied(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -
     embedding, head = names[EMBEDDING], names[HEAD]
     if not config.tie_embeddings or head not in tensors:
         return
-    if tensors[head].kind in DTYPES:
-        # As numbers: NumPy compares no NaN of bfloat16.
-        x, y = (tensors[name].read().astype(np.float32) for name in (embedding, head))
-        if np.array_equal(x, y, equal_nan=True):
-            return
-    remedy = "set tie_word_embeddings to false to use both"
-    raise UserError(f"{head} differs from {embedding}, to which config.json ties it: {remedy}")
+    # As numbers: NumPy compares no NaN of bfloat16.
+    x, y = (tensors[name].read().astype(np.float32) for name in (embedding, head))
+    if not np.array_equal(x, y, equal_nan=True):
+        remedy = "set tie_word_embeddings to false to use both"
+        raise UserError(f"{head} differs from {embedding}, to which config.json ties it: {remedy}")
 
 
 def to_tensors(params: dict, family: Family, config: GPTConfig, dtype: DTypeLike | None = None) -> dict[str, Tensor]:

@@ -196,7 +196,7 @@ def _shard_attention(mesh: Mesh, attention_fn: AttentionFn) -> AttentionFn:
 def find_spec(names: tuple[str, ...], ndim: int, config: GPTConfig) -> P | None:
     """Return the mesh axes of a parameter, None if `PARAMETER_SPECS` does not have its name and rank.
 
-    Adapters and the scales of rounded matrices follow their kernel. Adapters' rank is not sharded.
+    Adapters, but for their rank, and the scales of rounded matrices follow their kernel.
     """
     kernel = re.sub("(lora_[ab]|kernel_scale)$", "kernel", "/".join(names))
     specs = PARAMETER_SPECS | ({QK_NORM: BOTH_SPEC} if config.qk_norm_over == "heads" else {})
@@ -242,15 +242,11 @@ def _divides(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> bool:
 def _state_shardings(
     mesh: Mesh, state: TrainState, config: GPTConfig, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """Return a sharding for each array of a state, which holds shapes.
-
-    What the optimiser keeps for a parameter is sharded like it if it has its shape. All else is replicated.
-    """
+    """Return the shardings of a state. What the optimiser keeps is sharded like its parameter if it has that shape."""
     params, frozen_params = (_shard_params(mesh, x, config) for x in (state.params, state.frozen_params))
     replicated = NamedSharding(mesh, P())
 
-    def follow(kept: Any, params: Any, shardings: Any) -> Any:
-        """Return the shardings of what is kept for parameters: any number of arrays for each."""
+    def follow(kept: Any, params: Any, shardings: Any) -> Any:  # any number of arrays is kept for each parameter
         if isinstance(kept, dict) and isinstance(params, dict):
             return {name: follow(kept[name], params[name], shardings[name]) for name in kept}
         return jax.tree.map(lambda x: shardings if x.shape == params.shape else replicated, kept)
@@ -276,10 +272,7 @@ def _sharding_hooks(mesh: Mesh) -> ShardingHooks:
         return jax.lax.with_sharding_constraint(x_BTD, NamedSharding(free, P(rows)))
 
     def embed(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-        """Look up each device's tokens in its part of the vocabulary, gathered over fsdp, and sum over tensor.
-
-        Without this hook, the compiler computes the embeddings of the full batch on every device.
-        """
+        """Look up each device's tokens in its part of the vocabulary. The compiler would embed the full batch on each."""
 
         def embed_locally(table_VD, tokens_BT):
             table_VD = jax.lax.all_gather(table_VD, "fsdp", axis=1, tiled=True)

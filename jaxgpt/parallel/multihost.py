@@ -36,8 +36,8 @@ def initialize(config: ParallelConfig) -> None:
     address, seconds = config.coordinator, config.connect_timeout
     if jax.distributed.is_initialized() or (address is None and cluster() is None):
         return
-    host, _, port = (address or "").rpartition(":")
-    if address is not None and not (host and port.isdecimal()):
+    host, _, port = (address or "HOST:0").rpartition(":")
+    if not (host and port.isdecimal()):
         raise UserError(f"parallel.coordinator={address!r}: needs HOST:PORT of process 0, such as 10.0.0.2:8476")
     where = address or f"the coordinator that {cluster()} names"
 
@@ -164,8 +164,7 @@ def on_process_0(function: Callable[[], int]) -> int:
 def watch_progress() -> Iterator[Callable[[], None]]:
     """Yield a function that, once it is called, ends the process unless it is called again within STUCK seconds.
 
-    The stacks of all threads are printed, and the others end as if the process had died. A run in one process is never
-    ended, because no other process waits for it and the delay may pass.
+    The stacks of all threads are printed, and the others end as if the process had died. A single process is never ended.
     """
     if not is_multiprocess():
         yield lambda: None

@@ -1,7 +1,6 @@
 """Train data-parallel by `jax.pmap`: each device holds all parameters and processes its part of every batch.
 
-JAX keeps pmap in maintenance mode, and only this file uses it. The state has no device axis: its arrays are
-replicated over the devices, so the rest of the code treats it like the state of a single device.
+JAX keeps pmap in maintenance mode, and only this file uses it. The state has no device axis, but replicated arrays.
 """
 
 import functools

@@ -72,7 +72,7 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     its attention kernel, another is taken. Raises `UserError` if they do not have or fit what is asked for otherwise.
     """
     config, train, optim, lora = experiment.model, experiment.train, experiment.optim, experiment.lora
-    device = None if devices is None else devices[0]
+    device = devices[0] if devices else None
     required = recorded is None or train.attention != recorded.train.attention
     options = compute_options(config, train, device, is_packed=experiment.data.is_packed, required=required)
     strategy, split = choose_strategy(experiment, devices, is_resumed=recorded is not None)
@@ -206,7 +206,7 @@ def choose_strategy(
 
         strategy = make_pmap(devices)
     elif devices is None and jax.process_count() > 1:
-        raise UserError(f"parallel.strategy=single with {jax.process_count()} processes: take pmap or mesh")
+        raise UserError("parallel.strategy=single with several processes: take pmap or mesh")
     else:
         strategy = make_single(devices)
     return strategy, split_batch(experiment.train.batch_size, strategy.data_parallel_size, parallel)

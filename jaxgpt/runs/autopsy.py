@@ -36,9 +36,9 @@ class NonFiniteReport:
 
 @contextlib.contextmanager
 def watch_calls(is_bad: Callable[[jax.Array], Any], called: Modules) -> Iterator[list[jax.Array]]:
-    """Yield a list that gets, as each call of a module returns, whether it makes bad arrays of good ones.
+    """Yield a list that gets, as each call of a module returns, the inner one first, whether it makes bad of good.
 
-    called: takes the name and the class of each. The inner one of two modules returns first.
+    called: takes the name and the class of each.
     """
     called.clear()
     flags: list[jax.Array] = []
@@ -87,7 +87,7 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
     found, total, targets = list[str](), None, 0.0
     # The micro-batches and their dropout keys are those that `train_step` and pmap make.
     replicas, accumulated = trainer.strategy.num_replicas, trainer.split.grad_accum_steps
-    keys = [key] if replicas is None else [jax.random.fold_in(key, number) for number in range(replicas)]
+    keys = [jax.random.fold_in(key, number) for number in range(replicas)] if replicas else [key]
     rows = len(batch.inputs_BT) // len(keys)
     for (number, own), index in itertools.product(enumerate(keys), range(accumulated)):
         taken = slice(number * rows + index, (number + 1) * rows, accumulated)

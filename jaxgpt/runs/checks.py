@@ -31,10 +31,7 @@ DIFFERS = 1e-4  # relative to the largest value: far more than rounding
 
 @contextlib.contextmanager
 def blame_own_classes(config: Any, method: Any = None) -> Iterator[None]:
-    """Turn an exception into a `UserError` with the user's file and line, if there are own classes.
-
-    method: what is to blame. None means the configuration's own classes.
-    """
+    """Turn an exception into a `UserError` with the user's file and line, if there are own classes, or a `method`."""
     own = list(own_classes(config))
     try:
         yield
@@ -59,8 +56,7 @@ def check_rows(experiment: Experiment, dataset: Dataset) -> None:
         made = _describe(_read_row(training(block_size=T, seed=train.seed), training, experiment))
     expected = _describe(data.shape_batch(jax.ShapeDtypeStruct((1, T), jnp.int32)))
     if made != expected:
-        said = f"{type(data).__name__}.shape_batch says {expected}"
-        raise UserError(f"{name_with_place(training)} makes {made}, but {said}: change one of them")
+        raise UserError(f"{name_with_place(training)} makes {made}, but shape_batch says {expected}")
     with blame_own_classes(data, validation):
         count, read = validation(block_size=T, stride=T, max_tokens=train.eval_tokens, prefix_length=0)
         if count < 1:
@@ -74,8 +70,8 @@ def _read_row(read: RowReader, method: Any, experiment: Experiment) -> Batch:
     targets_BT = row.targets_BT if row.mask_BT is None else row.targets_BT[row.mask_BT]
     ids, last = np.concatenate([row.inputs_BT.ravel(), targets_BT.ravel()]), (experiment.model.vocab_size or 0) - 1
     if ids.min() < 0 or ids.max() > last:
-        said = f"row 0 has tokens from {ids.min()} to {ids.max()}: they must be from 0 to {last}"
-        raise UserError(f"{name_with_place(method)}: {said}, as the vocabulary has")
+        said = f"row 0 has tokens from {ids.min()} to {ids.max()}: needs 0 to {last}"
+        raise UserError(f"{name_with_place(method)}: {said}")
     return row
 
 

@@ -49,8 +49,8 @@ class RunLog:
         self._logged_at = (start, self.clock.working())
         self._file = MetricsFile(directory / "metrics.jsonl" if multihost.is_process_0() else None)
         self._values = dict.fromkeys(("loss", "val", "rate"), "")  # the last ones, formatted
-        self._show, self._began = show, time.monotonic()
-        self._said = self._began  # when a line was displayed last
+        self._show = show
+        self._began = self._said = time.monotonic()  # when a line was displayed last
 
     def log_step(self, step: int, metrics: Metrics) -> None:
         """Record why a step was skipped, or every `train.log_every` steps the metrics of one."""
@@ -60,11 +60,11 @@ class RunLog:
             self.say(f"step {step} skipped: {why}. To see where it began: {replay}")
             return
         if step % self._config.log_every == 0 or step == self._config.steps:
-            then, at = self._logged_at
-            self._logged_at = (step, self.clock.working())
+            (then, at), now = self._logged_at, self.clock.working()
+            self._logged_at = (step, now)
             tokens = (step - then) * self._tokens_per_step
             # Not measured at the first step of a session, which is mostly compilation.
-            rate = None if step == self._start + 1 else tokens / max(self._logged_at[1] - at, 1e-9)
+            rate = None if step == self._start + 1 else tokens / max(now - at, 1e-9)
             mfu = rate * self._mfu_of_rate if rate and self._mfu_of_rate else None
             own = sorted(metrics.keys() - {*FIRST, "in_a_row"})  # the objective's metrics
             line: Line = {"step": step, "tokens": step * self._tokens_per_step}
