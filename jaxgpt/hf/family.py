@@ -237,10 +237,9 @@ def _to_fields(hf: Json, rotation: Json, *, has_fraction: bool = False) -> Json:
         grown = max(1.0, check_count("context", hf.get("max_position_embeddings", before)) / before)
         rotation = {"attention_factor": math.sqrt(1.0 + math.log(grown) / math.log(before))} | rotation
         rotation |= {key: tuple(x) for key, x in rotation.items() if isinstance(x, list)}
-    if missing := [name for name in names if name not in rotation]:
-        raise UserError(f"its rope_scaling of type {kind} needs {', '.join(missing)} as well")
-    if more := rotation.keys() - names.keys() - {"rope_type", THETA, FRACTION}:
-        raise UserError(f"rope_type={kind} does not use {', '.join(sorted(more))}: remove it")
+    given = rotation.keys() - {"rope_type", THETA, FRACTION}
+    if given != names.keys():
+        raise UserError(f"rope_type={kind} needs {', '.join(names) or 'nothing else'}, not {', '.join(sorted(given))}")
     fields = {"position": "rope", "rope_theta": rotation[THETA]} | {names[key]: rotation[key] for key in names}
     if kind != "default":
         fields["rope_scaling"] = kind

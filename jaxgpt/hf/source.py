@@ -39,7 +39,7 @@ README = "README.md"  # kept there too
 # Files to download: no pickled weights, none for other frameworks, no copies in folders.
 WANTED = [*IN_HF_FOLDER, README, *BESIDE_TOKENIZER, "tokenizer.json", "adapter_config.json"]
 WANTED += ["*.safetensors", "*.safetensors.index.json"]
-UNWANTED = [f"*/{Path(name).name}" for name in WANTED if "/" not in name]
+UNWANTED = [f"*/{name}" for name in WANTED if "/" not in name]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 PLAIN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)  # an added token's options
 PADDING = 1024  # ids beyond the tokenizer's that do not cause a warning: vocabularies are rounded up
@@ -72,13 +72,12 @@ def find_directory(name: str, wanted: Sequence[str] = WANTED, *, downloads: bool
         raise UserError(f"no directory at {path}: give one, or an id on the Hub, such as openai-community/gpt2")
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError:
         raise UserError(f"no directory at {path}. To download a model: python -m pip install 'jaxgpt[hf]'") from None
     try:
         files = {"allow_patterns": list(wanted), "ignore_patterns": UNWANTED}
         return Path(snapshot_download(name, local_files_only=not downloads, **files))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
+    except (OSError, ValueError) as e:  # also errors of the Hub
         remedy = f"Where there is a network: hf download {name} --local-dir DIR, and give that directory instead"
         why = first_line(e)[:200] if downloads else "it was never downloaded here"
         raise UserError(f"{name} is not available: {why}. {remedy}") from None
@@ -95,7 +94,7 @@ def open_source(name: str, tokenizer: str | None = None, *, downloads: bool = Tr
         raise UserError(f"{directory} has an adapter and no whole model: merge it by merge_and_unload of PEFT")
     hf = read_json(path, LARGEST_CONFIG)
     if not isinstance(hf, dict):
-        raise UserError(f"{path} holds {type(hf).__name__}, not an object: download it again")
+        raise UserError(f"{path} holds no object: download it again")
     tensors = list_tensors(directory)
     try:
         family = get_family(hf)
@@ -206,7 +205,7 @@ def tokenizer_json(tokenizer: Tokenizer, end: int | None = None) -> str | None:
 
 def _added_tokens(tokenizer: CharTokenizer | ByteTokenizer, end: int | None) -> list[dict[str, Any]]:
     """Return the added tokens of tokenizer.json, of which the end is special."""
-    ids = sorted({i for i in special_ids(tokenizer, end).values() if i is not None})
+    ids = sorted({*special_ids(tokenizer, end).values()} - {None})
     return [{"id": i, "content": tokenizer.decode([i]), "special": i == end, **PLAIN} for i in ids]
 
 

@@ -33,9 +33,7 @@ SHARD = 5 * 10**9  # bytes per file, as on the Hub
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 SPELLED = {dtype: kind for kind, dtype in DTYPES.items()}
 # Endings of tensors in older checkpoints that are not weights: causal masks, frequencies of rotations.
-BUFFERS = tuple(
-    f".{x}" for x in "attn.bias attn.masked_bias attention.bias attention.masked_bias rotary_emb.inv_freq".split()
-)
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 
 
 class Tensor(NamedTuple):

@@ -31,7 +31,7 @@ def find_kernel(name: str) -> AttentionFn:
         return with_dropout(splash_attention)
     from jaxgpt.layers.kernels.fused import cudnn_attention, xla_attention
 
-    return with_dropout({"cudnn": cudnn_attention, "xla": xla_attention}[name])
+    return with_dropout(cudnn_attention if name == "cudnn" else xla_attention)
 
 
 def with_dropout(kernel: AttentionFn) -> AttentionFn:

@@ -73,7 +73,7 @@ def make_mesh(devices: Sequence[jax.Device], config: ParallelConfig, model: GPTC
         if accumulates and sizes["data"] > 1:
             own = functools.partial(step, mean=lambda sums: jax.lax.pmean(sums, "data"))
             step = _map(own, mesh, {"data"}, in_specs=(P(), P("data"), P()), out_specs=P())
-        options = GPU_OPTIONS if mesh.devices.flat[0].platform == "gpu" else None
+        options = GPU_OPTIONS if devices[0].platform == "gpu" else None
         return jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated), compiler_options=options)
 
     def local_rows(B: int) -> np.ndarray:

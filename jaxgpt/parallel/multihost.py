@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import glob
 import importlib.util
 import itertools
 import os
@@ -10,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jaxgpt.errors import UserError, first_line
 from jaxgpt.experiment import ParallelConfig
+from jaxgpt.parallel.jax_setup import TPU_DEVICES
 
 HEARTBEAT = 30  # seconds of silence after which a process counts as lost and the others end
 SHUTDOWN = 300  # seconds that a finished process waits for the others: process 0 still writes a sample
@@ -83,8 +84,7 @@ def cluster() -> str | None:
             return name
     if "," in env.get("TPU_WORKER_HOSTNAMES", ""):
         return "GKE"
-    chips = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
-    if chips and importlib.util.find_spec("libtpu") and "TPU_SKIP_MDS_QUERY" not in env:
+    if any(map(glob.glob, TPU_DEVICES)) and importlib.util.find_spec("libtpu") and "TPU_SKIP_MDS_QUERY" not in env:
         return "Cloud TPU"  # a slice of one or more hosts, listed by the metadata server
     return None
 

@@ -43,8 +43,8 @@ def blame_own_classes(config: Any, method: Any = None) -> Iterator[None]:
             if not place or PLACED.match(str(e)):
                 raise
             raise UserError(f"{place}{e}") from e
-        names = method.__qualname__ if method is not None else ", ".join(cls.__name__ for cls in own)
-        place = place or place_of(own[0] if method is None else method)
+        names = method.__qualname__ if method else ", ".join(cls.__name__ for cls in own)
+        place = place or place_of(method or own[0])
         raise UserError(f"{place}{names}: {type(e).__name__}: {first_line(e)}") from e
 
 

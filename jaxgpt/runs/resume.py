@@ -6,6 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxgpt.config.serialize import differences
 from jaxgpt.data.corpus import fetch
 from jaxgpt.data.dataset import DataConfig
@@ -38,7 +40,7 @@ def with_horizons(metadata: RunMetadata, experiment: Experiment, *, extend: bool
     if experiment.train.steps == steps or extend is False:
         return dataclasses.replace(experiment, optim=dataclasses.replace(experiment.optim, horizons=recorded.horizons))
     optim = dataclasses.replace(experiment.optim, horizons=(*recorded.horizons, steps))
-    before, after = (float(optim.make_schedule(experiment.train.steps)(step)) for step in (steps - 1, steps))
+    before, after = (np.asarray(optim.make_schedule(experiment.train.steps)(step)) for step in (steps - 1, steps))
     if after > before and extend is None:
         said = f"its learning rate would rise from {before:.3g} to {after:.3g} at step {steps}"
         raise UserError(f"{metadata.directory}: {said}: to continue so, add --extend (extend=True)")
