@@ -123,6 +123,4 @@ def find_preset(name: str) -> Experiment | None:
     if name in EXPERIMENTS:
         return EXPERIMENTS[name]()
     kind, _, number = name.partition(":")
-    if kind != "depth":
-        return None
-    return depth(parse_value("depth", number, Count))
+    return depth(parse_value("depth", number, Count)) if kind == "depth" else None

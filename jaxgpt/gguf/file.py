@@ -200,8 +200,8 @@ FAMILIES = RENAMED | ARCHITECTURES | {"mistral": ARCHITECTURES["llama"]}  # by t
 
 def write_fields(family: Family, config: GPTConfig) -> dict[str, Any]:
     """Return the fields of an architecture, without prefix. Raises `UserError` if llama.cpp computes another model."""
-    found = {key: x for key, x in family.write(config).items() if x is not None}
-    values = {key: float(x) if key.endswith(FLOATS) else x for key, x in found.items()}
+    written = family.write(config).items()
+    values = {key: float(x) if key.endswith(FLOATS) else x for key, x in written if x is not None}
     try:
         differs = find_differences(config, family.read(values))
     except UserError as e:
@@ -264,7 +264,7 @@ def write_gguf(path: Path, fields: Mapping[str, Any], tensors: dict[str, Tensor]
     is that of the matrices, by default each one's own. q8_0 becomes float16 if rows are not divisible by 32.
     """
     gguf = _package()
-    named = None if dtype is None else NAMES[dtype]
+    named = NAMES[dtype] if dtype else None
     writer, kinds = gguf.GGUFWriter(None, fields["general.architecture"]), gguf.GGUFValueType
     own = {
         "general.file_type": FILE_TYPES[named or tensors[EMBEDDING].kind],

@@ -116,8 +116,8 @@ def tokenizer_fields(
         kinds = [NORMAL] * len(tokens) + [UNUSED] * len(unused)
         fields = {"model": "rwkv", "tokens": tokens + unused, "token_type": kinds}
     ends = [*dict.fromkeys(ends)] or own
-    if len(ends) > len(ENDS):
-        raise UserError(f"{len(ends)} tokens end a text: llama.cpp has {len(ENDS)} at most")
+    if len(ends) > 3:
+        raise UserError(f"{len(ends)} tokens end a text: llama.cpp has 3 at most")
     names = ((), ENDS[:1], ENDS[::2], ENDS)[len(ends)]
     fields |= {f"{name}_token_id": end for name, end in zip(names, ends, strict=True)}
     ids = special_ids(tokenizer, ends[-1] if ends else None)  # as in an export to Hugging Face
@@ -203,7 +203,7 @@ def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
         fields["scores"] = [-float(ranks.get(tokens.get(i, ""), len(merges))) for i in range(vocab_size)]
     fields["tokens"] = [tokens.get(i, f"[PAD{i}]") for i in range(vocab_size)]
     fields["token_type"] = [kinds.get(i, UNUSED) for i in range(vocab_size)]
-    if len(set(fields["tokens"])) < vocab_size:
+    if len({*fields["tokens"]}) < vocab_size:
         _refuse("a token with the name of an unused one, [PAD...]")
     return fields
 
@@ -233,8 +233,8 @@ def _make_parts(fields: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
     kind = fields.get(GGML + "model")
     kinds = _read_list(fields, "token_type", int, len(tokens))
     vocab = {token: i for i, token in enumerate(tokens) if kinds[i] != UNUSED}
-    if len(vocab) < len(tokens) - kinds.count(UNUSED):
-        raise UserError(f"{GGML}tokens has two tokens of one text")
+    if len(vocab) + kinds.count(UNUSED) < len(tokens):
+        raise UserError("two tokens have the same text")
     # SentencePiece's own tokens of spaces are made by merges.
     added = [
         {"id": i, "content": token, "special": kinds[i] != USER_DEFINED, **PLAIN}
@@ -285,14 +285,18 @@ def _sentencepiece_parts(
         merges += [(-scores[i], pair) for pair in _cuts(token) if pair[0] in vocab and pair[1] in vocab]
     merges.sort(key=lambda merge: merge[0])
     unknown = check_count(f"{GGML}unknown_token_id", fields.get(GGML + "unknown_token_id", 0), 0, len(tokens) - 1)
-    model = {"merges": [pair for _, pair in merges], "unk_token": tokens[unknown]}
-    model |= {"byte_fallback": True, "fuse_unk": True}
+    model = {
+        "merges": [pair for _, pair in merges],
+        "byte_fallback": True,
+        "fuse_unk": True,
+        "unk_token": tokens[unknown],
+    }
     is_spaced = fields.get(GGML + "add_space_prefix", True)
     spaces = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     decoders: list[dict[str, Any]] = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]
     if is_spaced:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    normalizer = SENTENCEPIECE[0 if is_spaced else 1][0]
+    normalizer = SENTENCEPIECE[not is_spaced][0]
     return model, {"normalizer": normalizer, "decoder": {"type": "Sequence", "decoders": decoders}}, True
 
 
@@ -312,5 +316,5 @@ def read_chat_template(fields: Mapping[str, Any]) -> str | None:
 
 def read_ends(fields: Mapping[str, Any]) -> list[int]:
     """Return the ids that end a text, from the fields of a GGUF: the `ends` of `tokenizer_fields`."""
-    found = [fields.get(f"{GGML}{name}_token_id") for name in ENDS]
+    found = (fields.get(f"{GGML}{name}_token_id") for name in ENDS)
     return [end for end in found if type(end) is int]

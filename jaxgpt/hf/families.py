@@ -251,7 +251,7 @@ def get_family(hf: dict[str, Any]) -> Family:
     kind = str(hf.get("model_type"))
     if kind not in FAMILIES:
         raise UserError(f"model_type={short(kind)} is not supported: jaxgpt reads {', '.join(FAMILIES)}")
-    if hf.get("quantization_config") is not None:
+    if hf.get("quantization_config"):
         raise UserError("its weights are quantised (quantization_config): give a copy that is not")
     return FAMILIES[kind]
 

@@ -77,7 +77,7 @@ def aliases(**table: str | tuple[str, Any]) -> ConfigRule:
         for name, key in table.items():
             value, used = hf.get(name), hf.get(key) if isinstance(key, str) else _get(hf, *key)
             if None not in (value, used) and value != used:
-                raise UserError(f"conflicting {key}={short(used)} and {name}={short(value)}: remove the wrong one")
+                raise UserError(f"{name}={short(value)}: another key says {short(used)}")
         return {}
 
     return ConfigRule(tuple(table), read)
@@ -189,7 +189,7 @@ def rope(
             return _to_fields(hf, usual_values | found, has_fraction=fraction is not None)
         both = hf.get("rope_parameters") or {}
         if not isinstance(both, dict) or both.keys() - {FULL, SLIDING}:
-            raise UserError(f"rope_parameters={short(both)}: needs {FULL} and {SLIDING}, each an object")
+            raise UserError(f"rope_parameters: needs {FULL} and {SLIDING}, each an object")
         inner = _to_fields(hf, {THETA: _get(hf, local, 10_000.0)} | _read_object(both, SLIDING))
         if "rope_scaling" in inner:
             raise UserError("rope_parameters scale the layers with a sliding window: only others can be scaled")
@@ -219,7 +219,7 @@ def _read_object(hf: Json, key: str) -> Json:
     """Return the parameters of a rotation, with `rope_type`, which files older than transformers 4.43 call `type`."""
     value = hf.get(key) or {}
     if not isinstance(value, dict):
-        raise UserError(f"{key}={short(value)}: it must be an object")
+        raise UserError(f"{key} must be an object")
     parameters = {name: inner for name, inner in value.items() if inner is not None}
     return {"rope_type": parameters.pop("type", "default")} | parameters if parameters else {}
 
@@ -239,7 +239,7 @@ def _to_fields(hf: Json, rotation: Json, *, has_fraction: bool = False) -> Json:
         rotation |= {key: tuple(x) for key, x in rotation.items() if isinstance(x, list)}
     given = rotation.keys() - {"rope_type", THETA, FRACTION}
     if given != names.keys():
-        raise UserError(f"rope_type={kind} needs {', '.join(names) or 'nothing else'}, not {', '.join(sorted(given))}")
+        raise UserError(f"rope_type={kind} needs {', '.join(names)} and has {', '.join(sorted(given))}")
     fields = {"position": "rope", "rope_theta": rotation[THETA]} | {names[key]: rotation[key] for key in names}
     if kind != "default":
         fields["rope_scaling"] = kind

@@ -205,8 +205,8 @@ def tokenizer_json(tokenizer: Tokenizer, end: int | None = None) -> str | None:
 
 def _added_tokens(tokenizer: CharTokenizer | ByteTokenizer, end: int | None) -> list[dict[str, Any]]:
     """Return the added tokens of tokenizer.json, of which the end is special."""
-    ids = sorted({*special_ids(tokenizer, end).values()} - {None})
-    return [{"id": i, "content": tokenizer.decode([i]), "special": i == end, **PLAIN} for i in ids]
+    ids: Any = {*special_ids(tokenizer, end).values()} - {None}
+    return [{"id": i, "content": tokenizer.decode([i]), "special": i == end, **PLAIN} for i in sorted(ids)]
 
 
 def _render(**parts: Any) -> str:
@@ -215,10 +215,7 @@ def _render(**parts: Any) -> str:
 
 
 def list_byte_names() -> list[str]:
-    """Return the character for each byte in byte-level vocabularies (GPT-2, Radford et al. 2019).
-
-    A visible character stands for itself, other bytes have the characters from U+0100 on.
-    """
+    """Return the character for each byte in GPT-2's vocabulary: itself if it is visible, else one from U+0100 on."""
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = itertools.count(256)
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]

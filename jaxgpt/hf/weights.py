@@ -178,7 +178,7 @@ def read_params(
         for path, part in zip(rule.ours, split(tensor, outputs, rule.layout, config.shape.head_dim), strict=True):
             params[path] = jax.make_array_from_callback(
                 part.shape,
-                here if places is None else places[path],
+                places[path] if places else here,
                 # A contiguous copy: a view would keep their tensor in memory.
                 lambda index, part=part: np.array(part[index], dtype=dtype, order="C"),
             )
@@ -240,11 +240,20 @@ def to_peft(
         tensors[f"base_model.model.{module}.lora_A.weight"] = hold(a_DR.T)
         tensors[f"base_model.model.{module}.lora_B.weight"] = hold(joined.T if is_conv else joined)
         ranks[module.rpartition(".")[2]] = a_DR.shape[1]
-    kind = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "fan_in_fan_out": is_conv}
     joint = {name: rank for name, rank in ranks.items() if rank != lora.rank}
-    alphas = {name: lora.alpha * rank / lora.rank for name, rank in joint.items()}
-    size = {"r": lora.rank, "lora_alpha": lora.alpha, "rank_pattern": joint, "alpha_pattern": alphas}
-    return tensors, kind | size | {"target_modules": list(ranks), "lora_dropout": 0.0, "bias": "none"}
+    return tensors, {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+        "fan_in_fan_out": is_conv,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "rank_pattern": joint,
+        "alpha_pattern": {name: lora.alpha * rank / lora.rank for name, rank in joint.items()},
+        "target_modules": list(ranks),
+        "lora_dropout": 0.0,
+        "bias": "none",
+    }
 
 
 def write(directory: Path, tensors: dict[str, Tensor], shard: int = SHARD) -> None:
@@ -287,6 +296,5 @@ def write_file(file: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def summarize_names(names: Collection[str]) -> str:
-    """Return the first names of tensors, and how many more there are."""
-    first, more = sorted(names)[:3], len(names) - 3
-    return ", ".join(first) + (f" and {more} more" if more > 0 else "")
+    """Return the first names of tensors, and how many there are."""
+    return ", ".join([*sorted(names)[:3], f"{len(names)} in all"])

@@ -131,11 +131,7 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Let the C library return an array's memory as soon as it is freed, for commands that only read and write.
-
-    By default glibc allocates arrays of up to 32 MB on the heap after it has freed one. A tenth of a model's size then
-    stays behind in holes.
-    """
+    """Let the C library return freed memory, for commands that only read and write: a tenth of a model stays in holes."""
     _tune_malloc(M_MMAP_THRESHOLD=2**17, M_ARENA_MAX=1)  # glibc's initial value, which it no longer raises once set
 
 
@@ -175,8 +171,8 @@ def all_devices() -> list[jax.Device]:
         return jax.devices()
     except (RuntimeError, AssertionError) as e:  # unknown platform, or no driver. For cuda JAX fails an assertion
         said = str(e).partition("\n")[0] or "no such platform is installed"
-        asked = f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')!r}"
-        raise UserError(f"JAX finds no device ({asked}): {said}. Set JAX_PLATFORMS=cpu") from None
+        found = f"JAX finds no device (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')!r})"
+        raise UserError(f"{found}: {said}. Set JAX_PLATFORMS=cpu") from None
 
 
 def first_device() -> jax.Device:

@@ -1,9 +1,10 @@
 """State what a device can compute and hold, and count what a model asks of it."""
 
+import dataclasses
 import math
 import os
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import jax
 
@@ -13,7 +14,8 @@ from jaxgpt.model import GPTConfig
 from jaxgpt.train import Params
 
 
-class Peaks(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Peaks:
     """One device's limits, as its vendor states them."""
 
     flops: float  # dense bfloat16 FLOP/s

@@ -126,8 +126,8 @@ def check_divisible(model: GPTConfig, sizes: Mapping[str, int]) -> None:
     for (field, axis), size in checks.items():
         n = sizes[axis]
         if size % n:
-            near = near_multiples(size, n)
-            raise UserError(f"model.{field}={size} does not divide over parallel.{axis}={n}: take {near}")
+            said = f"model.{field}={size} does not divide over parallel.{axis}={n}"
+            raise UserError(f"{said}: take {near_multiples(size, n)}")
 
 
 def _slice_index(device: jax.Device) -> int | None:

@@ -103,9 +103,9 @@ _asked = itertools.count()  # equal in all processes, which make the same calls 
 
 
 def _store() -> Any:
-    """Return the client of JAX's key-value store, in process 0's memory. Its calls raise `JaxRuntimeError` without it.
+    """Return the client of JAX's key-value store, which is in process 0's memory, and has no public name.
 
-    JAX has no public name for it, and `jax.experimental.multihost_utils` communicates through devices, which may hang.
+    `jax.experimental.multihost_utils` communicates through devices, which may hang.
     """
     from jax._src import distributed
 

@@ -19,8 +19,7 @@ AXIS = "devices"
 
 def make_pmap(devices: Sequence[jax.Device] | None = None) -> Strategy:
     """Return the strategy that runs a copy of the program on each of `devices`, by default on all processes' devices."""
-    of_all = tuple(jax.devices() if devices is None else devices)
-    local = jax.local_devices() if devices is None else list(devices)
+    of_all, local = tuple(devices or jax.devices()), list(devices or jax.local_devices())
     processes = len(of_all) // len(local)
     copies = NamedSharding(Mesh(np.asarray(local), AXIS), PartitionSpec())
     # One process saves its first device's copy. Several processes, which cannot address one another's copies, save an

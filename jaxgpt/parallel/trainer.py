@@ -62,7 +62,7 @@ class Trainer:
     def parameters(self) -> tuple[int, int]:
         """Return the numbers of parameters of the model and of its adapters."""
         trained, frozen = count_parameters(self.abstract_state.params), self.abstract_state.frozen_params
-        return (trained, 0) if frozen is None else (count_parameters(thawed_shapes(frozen)), trained)
+        return (count_parameters(thawed_shapes(frozen)), trained) if frozen else (trained, 0)
 
 
 def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: Experiment | None = None) -> Trainer:
@@ -190,7 +190,7 @@ def choose_strategy(
 
     is_resumed: auto ignores the sizes of a mesh, which the run may have recorded on other devices.
     """
-    parallel, present = experiment.parallel, jax.devices() if devices is None else devices
+    parallel, present = experiment.parallel, devices or jax.devices()
     name = parallel.strategy
     is_one = (parallel.data, parallel.fsdp, parallel.tensor, parallel.slices) == (-1, 1, 1, 1)
     if name == "auto" and (is_one or is_resumed):

@@ -60,7 +60,7 @@ def check_rows(experiment: Experiment, dataset: Dataset) -> None:
     with blame_own_classes(data, validation):
         count, read = validation(block_size=T, stride=T, max_tokens=train.eval_tokens, prefix_length=0)
         if count < 1:
-            raise UserError(f"{name_with_place(validation)} has {count} rows: it needs one at least")
+            raise UserError(f"{name_with_place(validation)} has no rows")
         _read_row(read, validation, experiment)
 
 

@@ -42,9 +42,7 @@ class RunLog:
         self.lines = read_metrics(directory / "metrics.jsonl")  # losses of this session are appended
         limits = PEAKS.get(trainer.strategy.devices[0].device_kind)  # None for an unknown device, without MFU
         flops = train_flops_per_token(experiment.model, *trainer.parameters)
-        self._mfu_of_rate = None
-        if limits and flops:
-            self._mfu_of_rate = flops / (limits.flops * len(trainer.strategy.devices))
+        self._mfu_of_rate = flops / (limits.flops * len(trainer.strategy.devices)) if limits and flops else None
         self.clock = Clock(max((line.get("seconds") or 0.0 for line in self.lines), default=0.0))
         self._logged_at = (start, self.clock.working())
         self._file = MetricsFile(directory / "metrics.jsonl" if multihost.is_process_0() else None)
