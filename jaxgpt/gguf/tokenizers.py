@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from jaxgpt.config.validate import LARGEST_SIZE, check_count, check_value, short
 from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.hf.source import PLAIN, list_byte_names, special_ids
+from jaxgpt.hf.source import PLAIN_TOKEN, list_byte_names, special_ids
 
 GGML = "tokenizer.ggml."
 CHAT_TEMPLATE = "tokenizer.chat_template"
@@ -237,7 +237,7 @@ def _make_parts(fields: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
         raise UserError("two tokens have the same text")
     # SentencePiece's own tokens of spaces are made by merges.
     added = [
-        {"id": i, "content": token, "special": kinds[i] != USER_DEFINED, **PLAIN}
+        {"id": i, "content": token, "special": kinds[i] != USER_DEFINED, **PLAIN_TOKEN}
         for token, i in vocab.items()
         if kinds[i] in (UNKNOWN, CONTROL) or (kinds[i] == USER_DEFINED and SPACE not in token)
     ]

@@ -41,7 +41,7 @@ WANTED = [*IN_HF_FOLDER, README, *BESIDE_TOKENIZER, "tokenizer.json", "adapter_c
 WANTED += ["*.safetensors", "*.safetensors.index.json"]
 UNWANTED = [f"*/{name}" for name in WANTED if "/" not in name]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
-PLAIN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)  # an added token's options
+PLAIN_TOKEN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)  # an added token's options
 PADDING = 1024  # ids beyond the tokenizer's that do not cause a warning: vocabularies are rounded up
 
 
@@ -206,7 +206,7 @@ def tokenizer_json(tokenizer: Tokenizer, end: int | None = None) -> str | None:
 def _added_tokens(tokenizer: CharTokenizer | ByteTokenizer, end: int | None) -> list[dict[str, Any]]:
     """Return the added tokens of tokenizer.json, of which the end is special."""
     ids: Any = {*special_ids(tokenizer, end).values()} - {None}
-    return [{"id": i, "content": tokenizer.decode([i]), "special": i == end, **PLAIN} for i in sorted(ids)]
+    return [{"id": i, "content": tokenizer.decode([i]), "special": i == end, **PLAIN_TOKEN} for i in sorted(ids)]
 
 
 def _render(**parts: Any) -> str:
