@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from jaxgpt.config.validate import LARGEST_COUNT, short
+from jaxgpt.config.validate import Count, check_value, short
+from jaxgpt.config.words import parse_value
 from jaxgpt.data.dataset import DataConfig
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import CONTEXT_OF_WEIGHTS, Experiment, TrainConfig
@@ -76,14 +77,10 @@ def depth(n: int, *, tokens_per_parameter: float = 20.0, tokens: float | None = 
 
     Each rule extends the quickstart, whose values are tuned at 0.6 million tokens, by a power of size or tokens, with a source.
 
-    Args:
-        n: number of blocks.
-        tokens_per_parameter: tokens to train on per parameter in the blocks. About 20 are best for a given amount of
-            arithmetic (Hoffmann et al. 2022, arXiv:2203.15556).
-        tokens: tokens to train on, whatever the size. None means by `tokens_per_parameter`.
+    n: number of blocks. tokens_per_parameter: tokens to train on per parameter in the blocks. About 20 are best for a given
+    amount of arithmetic (Hoffmann et al. 2022, arXiv:2203.15556). tokens: tokens to train on, whatever the size.
     """
-    if not 1 <= n <= LARGEST_COUNT:
-        raise UserError(f"depth {short(n)}: needs 1 to {LARGEST_COUNT} blocks")
+    check_value("depth", n, Count)
     base = quickstart()
     # Width in proportion to depth (arXiv:2001.08361, figure 5: the ratio matters little), heads of 64 as in GPT-2.
     width = 64 * n
@@ -125,9 +122,5 @@ def find_preset(name: str) -> Experiment | None:
     """Return the experiment of a built-in name, such as quickstart or depth:4, or None for other names."""
     if name in EXPERIMENTS:
         return EXPERIMENTS[name]()
-    kind, colon, number = name.partition(":")
-    if kind != "depth":
-        return None
-    if not colon or not (number.isascii() and number.isdigit()) or len(number) > 9:
-        raise UserError(f"{short(name)}: needs a number of blocks, as depth:4")
-    return depth(int(number))
+    kind, _, number = name.partition(":")
+    return depth(parse_value("depth", number, Count)) if kind == "depth" else None

@@ -63,14 +63,14 @@ TABLE = {
     },
     "chat ": {
         "models/cut.gguf": "models/cut.gguf is damaged within its header",
-        "models/part-00001-of-00002.gguf": "needs part-00002-of-00002.gguf beside it: it is one of 2 parts",
-        "models/pickled": "has only pickled weights (pytorch_model.bin), which could run any code",
+        "models/part-00001-of-00002.gguf": "part-00001-of-00002.gguf is damaged within its header",
+        "models/pickled": "Pickles are not read, since they could run any code",
         "runs/tiny --context 0": "context=0",
     },
     "evaluate ": {"runs/tiny --data /dev/zero": "/dev/zero is a device"},
     "export runs/tiny ": {"--to hf --out 'with a file'": "with a file exists and is not empty"},
     "import --run-dir new ": {
-        "models/pickled": "has only pickled weights (pytorch_model.bin), which could run any code",
+        "models/pickled": "Pickles are not read, since they could run any code",
         "models/integers": "transformer.wpe.weight holds I32, jaxgpt reads F32, F16, BF16",
         "models/enormous": "model.safetensors is not a valid safetensors file",
         "models/index_dots": "names '../good/model.safetensors': it must name a .safetensors file next to it",

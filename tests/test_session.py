@@ -163,7 +163,7 @@ def test_a_run_is_trained_longer(experiment, tmp_path):
     directory = tmp_path / "run"
     fit(of(4), directory, progress=False)
     before = (directory / "experiment.json").read_bytes()
-    said = r"cosine schedule ends at step 4 with a learning rate of 0.000.*rises to 0.000.* add --extend"
+    said = r"its learning rate would rise from .* to 0.000.* at step 4: .* add --extend"
     with pytest.raises(UserError, match=said):
         fit(of(6), directory, progress=False)
     assert (directory / "experiment.json").read_bytes() == before

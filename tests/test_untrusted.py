@@ -98,7 +98,7 @@ def test_the_record_of_a_run_names_nothing_to_connect_to(tmp_path, recorded, mon
     metadata = read_metadata(run)
     for experiment in (metadata.given, metadata.experiment):
         assert "://" not in experiment.data.path and experiment.parallel == Experiment(name="tiny").parallel
-        with pytest.raises(UserError, match="which is not there|no file or folder at"):
+        with pytest.raises(UserError, match="which is neither there|no file or folder at"):
             reopen_dataset(metadata, experiment.data, remedy="name that text")
     assert fetched == []
     named = dataclasses.replace(metadata.given.data, path=ADDRESS)
@@ -110,12 +110,12 @@ def test_the_record_of_a_run_names_nothing_to_connect_to(tmp_path, recorded, mon
 def test_the_base_of_received_adapters_is_not_downloaded(recorded, monkeypatch, tmp_path):
     monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("a connection"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match=r"sender/model was never downloaded here.*hf download sender/model"):
+    with pytest.raises(UserError, match=r"it was never downloaded here.*hf download sender/model"):
         find_directory("sender/model", downloads=False)
     origin = Origin(directory="/nowhere", step=None, sha256="0" * 64, model=TINY)
     metadata = dataclasses.replace(read_metadata(recorded), origin=None)
     object.__setattr__(metadata, "origin", origin)
-    with pytest.raises(UserError, match="sender/model was never downloaded here"):
+    with pytest.raises(UserError, match="it was never downloaded here"):
         pretrained.load_base(metadata, "sender/model")
 
 

@@ -1,8 +1,7 @@
 """Read and write models as GGUF files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-Rules convert between `GPTConfig` and the fields of an architecture of llama.cpp, in both directions: `read` gives the model
-that llama.cpp computes, with its defaults. They name fields without the prefix of the architecture. Those that begin with
-"jaxgpt." are ours, which llama.cpp ignores. Tensors that show a part of the configuration count as fields.
+Fields have no prefix of the architecture here. llama.cpp ignores ours, which begin with "jaxgpt.". Tensors that show a part
+of the configuration count as fields.
 """
 
 from __future__ import annotations
@@ -24,20 +23,19 @@ from jaxgpt.config.validate import check_count, short
 from jaxgpt.errors import UserError
 from jaxgpt.files import open_file, open_whole
 from jaxgpt.gguf.tokenizers import read_tokenizer
-from jaxgpt.hf.family import SCALINGS, ConfigRule, Family, Json, find_differences, weight_rules
+from jaxgpt.hf.family import SCALINGS, ConfigRule, Family, Json, fields, find_differences, never, weight_rules
 from jaxgpt.hf.source import Source, check_vocabulary, load_named_tokenizer
 from jaxgpt.hf.weights import DTYPES, Tensor, check, hold, to_tensors
 from jaxgpt.model import GPTConfig
 
-# The presence of these tensors tells a part of the configuration, so their names count as fields.
 OUTPUT, FREQUENCIES = "output.weight", "rope_freqs.weight"
 LONGROPE = {"rope_factors_short.weight": "rope_short_factors", "rope_factors_long.weight": "rope_long_factors"}
 ORIGINAL, MAGNITUDE = "rope.scaling.original_context_length", "rope.scaling.attn_factor"
 ROTATIONS = (FREQUENCIES, *LONGROPE)  # tensors that follow from the configuration
 QKV_BIAS, OUT_BIAS, UP_BIAS = "blk.0.attn_q.bias", "blk.0.attn_output.bias", "blk.0.ffn_up.bias"
 FLOATS = ("epsilon", "freq_base", "freq_base_swa", "factor", "softcapping")  # endings of fields that are never integers
-SIZES = {"vocab_size": "vocab_size", "context_length": "block_size", "embedding_length": "n_embd"}
-SIZES |= {"block_count": "n_layer", "attention.head_count": "n_head", "feed_forward_length": "mlp_dim"}
+SIZES = {"vocab_size": "vocab_size", "block_size": "context_length", "n_embd": "embedding_length"}
+SIZES |= {"n_layer": "block_count", "n_head": "attention.head_count", "mlp_dim": "feed_forward_length"}
 EPSILON = {"layernorm": "attention.layer_norm_epsilon", "rmsnorm": "attention.layer_norm_rms_epsilon"}
 WINDOW, PERIOD = "attention.sliding_window", "attention.sliding_window_pattern"
 RMS = {"norm": "rmsnorm", "position": "rope", "activation": "swiglu"}
@@ -64,6 +62,16 @@ NORMS = {
 }
 WITH_HEAD_SIZE = ("llama", "qwen3", "gemma", "gemma2", "gemma3")  # in the others it is n_embd / n_head
 TIED_WITH_COPY = ("gptneox", "olmo2")  # llama.cpp needs the output matrix of these
+COPY = ("jaxgpt.tie_embeddings", False)
+# Fields that are stored as they are.
+OWN = {
+    "gptneox": fields(tie_embeddings=COPY, parallel_residual="use_parallel_residual"),
+    "olmo2": fields(tie_embeddings=COPY),
+    "gemma2": fields(
+        attention_softcap=("attn_logit_softcapping", 50.0), logit_softcap=("final_logit_softcapping", 30.0)
+    ),
+    "gemma3": fields(logit_softcap=("final_logit_softcapping", None)),
+}
 ALWAYS_TIED = ("gemma", "gemma2")  # all others are tied if there is no output matrix
 # Size and period of windows if their fields are absent, and the layers by which llama.cpp knows the model of 27B.
 WINDOWED = {"gemma2": (4096, 2, 46), "gemma3": (None, 6, 62)}
@@ -72,7 +80,7 @@ WINDOWED = {"gemma2": (4096, 2, 46), "gemma3": (None, 6, 62)}
 def _write(name: str, c: GPTConfig) -> Json:
     """Return the fields of an architecture. What it cannot express is left out."""
     usual = USUAL[name]
-    values: Json = {key: getattr(c, ours) for key, ours in SIZES.items()}
+    values: Json = {key: getattr(c, ours) for ours, key in SIZES.items()}
     if usual.get("position") == "rope":
         values |= {"rope.freq_base": c.rope_theta, "rope.dimension_count": int((c.head_dim or 0) * c.rope_fraction)}
         if c.rope_scaling == "linear":
@@ -90,12 +98,8 @@ def _write(name: str, c: GPTConfig) -> Json:
         values |= {OUT_BIAS: c.out_bias or None, UP_BIAS: c.bias or None}
     if name in WITH_HEAD_SIZE:
         values |= dict.fromkeys(("attention.key_length", "attention.value_length"), c.head_dim)
-    if name in TIED_WITH_COPY:
-        values["jaxgpt.tie_embeddings"] = c.tie_embeddings
-    elif name not in ALWAYS_TIED and not c.tie_embeddings:
+    if name not in (*TIED_WITH_COPY, *ALWAYS_TIED) and not c.tie_embeddings:
         values[OUTPUT] = True
-    if name == "gptneox":
-        values["use_parallel_residual"] = c.parallel_residual
     # llama.cpp has only the tanh form of GELU. By erf it is at most 4.7e-4 away, and ggml's table in float16 up to 2e-3.
     if c.activation != usual["activation"] and usual["activation"].startswith(c.activation.removesuffix("_tanh")):
         values["jaxgpt.activation"] = c.activation
@@ -103,30 +107,21 @@ def _write(name: str, c: GPTConfig) -> Json:
         values["rope.freq_base_swa"] = c.rope_local_theta or c.rope_theta
     if name in WINDOWED and c.window(0) is not None:  # else no layer has one
         values |= {WINDOW: c.sliding_window, PERIOD: c.global_every or 0}
-    if name == "gemma2":
-        values["attn_logit_softcapping"] = c.attention_softcap
-    if name in WINDOWED:
-        values["final_logit_softcapping"] = c.logit_softcap
-    return {key: float(x) if key.endswith(FLOATS) else x for key, x in values.items() if x is not None}
+    return values
 
 
 def _read(name: str, values: Json) -> Json:
     """Return the fields of `GPTConfig` for the model that llama.cpp computes, with its defaults."""
     usual, get = USUAL[name], values.get
-    needed = [*SIZES, EPSILON[usual["norm"]]]
-    needed += ["rope.dimension_count", "use_parallel_residual"] if name == "gptneox" else []
-    for key in needed:
-        if get(key) is None:
-            raise UserError(f"it has no {key}")
-    if get("expert_count"):
-        raise UserError(f"expert_count={short(get('expert_count'))}: mixtures of experts are not supported")
-    ours = usual | {field: values[key] for key, field in SIZES.items()} | {"norm_eps": get(EPSILON[usual["norm"]])}
+    needed = fields(norm_eps=EPSILON[usual["norm"]], **SIZES)
+    ours = usual | never(expert_count=0).read(values) | needed.read(values)
     head_size = check_count("n_embd", get("embedding_length")) // check_count("n_head", get("attention.head_count"))
     if name in WITH_HEAD_SIZE:
         head_size = ours["head_dim"] = check_count("head_dim", get("attention.key_length", head_size))
     if usual.get("position") == "rope":
         ours |= {"rope_theta": get("rope.freq_base", 10_000.0)} | _read_scaling(values, head_size)
-        rotated = check_count("rope.dimension_count", get("rope.dimension_count", head_size))
+        missing = None if name == "gptneox" else head_size
+        rotated = check_count("rope.dimension_count", get("rope.dimension_count", missing))
         if name in ("gptneox", "phi3"):
             ours["rope_fraction"] = rotated / max(head_size, 1)
         elif rotated != head_size:
@@ -135,12 +130,8 @@ def _read(name: str, values: Json) -> Json:
         ours |= {"n_kv_head": get("attention.head_count_kv"), "qkv_bias": QKV_BIAS in values}
     if name == "llama":
         ours |= {"out_bias": OUT_BIAS in values, "bias": UP_BIAS in values}
-    if name in TIED_WITH_COPY:
-        ours["tie_embeddings"] = get("jaxgpt.tie_embeddings", False)
-    elif name not in ALWAYS_TIED:
+    if name not in (*TIED_WITH_COPY, *ALWAYS_TIED):
         ours["tie_embeddings"] = OUTPUT not in values
-    if name == "gptneox":
-        ours["parallel_residual"] = values["use_parallel_residual"]
     ours["activation"] = get("jaxgpt.activation", usual["activation"])
     if name == "gemma3":
         ours["rope_local_theta"] = get("rope.freq_base_swa", 10_000.0)
@@ -150,27 +141,23 @@ def _read(name: str, values: Json) -> Json:
         ours["global_every"] = (get(PERIOD, every) or None) if ours["sliding_window"] else None
         if values["block_count"] == deepest:  # this model's scores have the scale of n_embd / n_head
             ours["query_scale"] = ours["n_embd"] // ours["n_head"]
-        ours["logit_softcap"] = get("final_logit_softcapping", 30.0 if name == "gemma2" else None)
-    if name == "gemma2":
-        ours["attention_softcap"] = get("attn_logit_softcapping", 50.0)
     return ours
 
 
 def _read_scaling(values: Json, head_size: int) -> Json:
     """Return the fields of `GPTConfig` for scaled rotations. Raises `UserError` for scalings that it does not have."""
-    factor, kind = values.get("rope.scaling.factor", values.get("rope.scale_linear")), values.get("rope.scaling.type")
+    kind = values.get("rope.scaling.type")
     if kind not in (None, "none", "linear"):
         raise UserError(f"rope.scaling.type={short(kind)}: only none and linear are supported, and Llama 3's")
-    found: Json = {}
-    if factor is not None and kind != "none":
-        found = {"rope_scaling": "linear", "rope_factor": factor}
     if given := LONGROPE.keys() & values.keys():  # of one alone GPTConfig misses the other
-        found = {LONGROPE[key]: tuple(values[key].read().ravel()[:head_size].tolist()) for key in given}
-        found |= {"rope_scaling": "longrope", "rope_magnitude": values.get(MAGNITUDE, 1.0)}
-        return found | {"rope_original_context": values.get(ORIGINAL)}
+        factors = {LONGROPE[key]: tuple(values[key].read().ravel()[:head_size].tolist()) for key in given}
+        context = {"rope_original_context": values.get(ORIGINAL)}
+        return factors | context | {"rope_scaling": "longrope", "rope_magnitude": values.get(MAGNITUDE, 1.0)}
     if FREQUENCIES not in values:
-        return found
-    found = {"rope_scaling": "llama3"} | {x: values.get(f"jaxgpt.{x}") for x in SCALINGS["llama3"].values()}
+        factor = values.get("rope.scaling.factor", values.get("rope.scale_linear"))
+        is_scaled = factor is not None and kind != "none"
+        return {"rope_scaling": "linear", "rope_factor": factor} if is_scaled else {}
+    found: Json = {"rope_scaling": "llama3"} | {x: values.get(f"jaxgpt.{x}") for x in SCALINGS["llama3"].values()}
     if found["rope_factor"] is None:  # written by another program: what Llama 3 has, by the largest divisor
         divisors = values[FREQUENCIES].read()
         found |= {"rope_factor": float(divisors.max()), "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0}
@@ -203,7 +190,7 @@ def _family(name: str) -> Family:
         rotated="pairs" if name == "llama" else "rows",
     )
     config_rule = ConfigRule((), functools.partial(_read, name), functools.partial(_write, name))
-    return Family(model_type=name, config_rules=(config_rule,), weight_rules=rules)
+    return Family(model_type=name, config_rules=(config_rule, OWN.get(name, never())), weight_rules=rules)
 
 
 ARCHITECTURES = {name: _family(name) for name in USUAL}
@@ -212,11 +199,9 @@ FAMILIES = RENAMED | ARCHITECTURES | {"mistral": ARCHITECTURES["llama"]}  # by t
 
 
 def write_fields(family: Family, config: GPTConfig) -> dict[str, Any]:
-    """Return the fields of an architecture, without prefix, among them the tensors that are a part of it.
-
-    Raises `UserError` if llama.cpp would compute another model.
-    """
-    values = family.write(config)
+    """Return the fields of an architecture, without prefix. Raises `UserError` if llama.cpp computes another model."""
+    written = family.write(config).items()
+    values = {key: float(x) if key.endswith(FLOATS) else x for key, x in written if x is not None}
     try:
         differs = find_differences(config, family.read(values))
     except UserError as e:
@@ -249,22 +234,18 @@ def parse_dtype(name: str | None, known: Collection[str] = NAMES) -> str | None:
 def to_gguf(params: dict, config: GPTConfig, model_type: str) -> tuple[Json, dict[str, Tensor]]:
     """Return (fields, tensors by name) of a model, without the tokenizer's fields. The tensors are made when written.
 
-    Args:
-        params: the model's parameters, with layers not stacked.
-        config: the architecture.
-        model_type: the family's name at Hugging Face.
-
-    Raises:
-        UserError: llama.cpp has no such model.
+    model_type: the family's name at Hugging Face. Raises `UserError` if llama.cpp has no such model.
     """
     family = FAMILIES[model_type]
     values, tensors = write_fields(family, config), to_tensors(params, family, config)
     if "jaxgpt.tie_embeddings" in values:  # llama.cpp needs the output matrix of a tied model too
         tensors.setdefault(OUTPUT, tensors[EMBEDDING])
     tensors |= {name: values[name] for name in ROTATIONS if name in values}
-    prefixed = {key if key.startswith("jaxgpt.") else f"{family.model_type}.{key}": key for key in values}
-    own = {name: values[key] for name, key in prefixed.items() if key not in tensors}
-    return {"general.architecture": family.model_type} | own, tensors | _shift_norms(tensors, config, 1)
+    own: Json = {"general.architecture": family.model_type}
+    for key, value in values.items():
+        if key not in tensors:
+            own[key if key.startswith("jaxgpt.") else f"{family.model_type}.{key}"] = value
+    return own, tensors | _shift_norms(tensors, config, 1)
 
 
 def _shift_norms(tensors: dict[str, Tensor], config: GPTConfig, by: int) -> dict[str, Tensor]:
@@ -279,41 +260,35 @@ def _shift_norms(tensors: dict[str, Tensor], config: GPTConfig, by: int) -> dict
 def write_gguf(path: Path, fields: Mapping[str, Any], tensors: dict[str, Tensor], dtype: str | None = None) -> None:
     """Write a file atomically, with one tensor in memory at a time.
 
-    Tensors with one axis and the embedding of positions are float32, as llama.cpp needs them.
-
-    Args:
-        path: the file, in a directory that exists.
-        fields: bool, int (unsigned, 32 bits), float (32 bits), str, or a list of one of these (signed ints), by name.
-        tensors: the tensors by name.
-        dtype: the dtype of the matrices, a key of `NAMES`. q8_0 falls back to float16 if rows are not divisible by 32.
-            None means each tensor's own.
+    Tensors with one axis and the embedding of positions are float32, as llama.cpp needs them. `dtype`, a key of `NAMES`,
+    is that of the matrices, by default each one's own. q8_0 becomes float16 if rows are not divisible by 32.
     """
     gguf = _package()
-    usual = tensors[EMBEDDING].kind if dtype is None else NAMES[dtype]
+    named = NAMES[dtype] if dtype else None
     writer, kinds = gguf.GGUFWriter(None, fields["general.architecture"]), gguf.GGUFValueType
-    types = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
-    own = {"general.file_type": FILE_TYPES[usual], "general.quantization_version": gguf.GGML_QUANT_VERSION}
+    own = {
+        "general.file_type": FILE_TYPES[named or tensors[EMBEDDING].kind],
+        "general.quantization_version": gguf.GGML_QUANT_VERSION,
+    }
     for key, value in (own | dict(fields)).items():
-        if isinstance(value, list):
-            writer.add_key_value(key, value, kinds.ARRAY, (types | {int: kinds.INT32})[type(value[0])])
-        elif key != "general.architecture":  # the writer has added it
-            writer.add_key_value(key, value, types[type(value)])
-    stored_as: dict[str, str] = {}
+        if key != "general.architecture":  # the writer has added it
+            writer.add_key_value(key, value, kinds.UINT32 if type(value) is int else kinds.get_type(value))
+    stored = []
     for name, tensor in tensors.items():
-        kind = tensor.kind if dtype is None else NAMES[dtype]
+        kind = named or tensor.kind
         if len(tensor.shape) < 2 or name == "position_embd.weight":
             kind = "F32"
         elif kind == "Q8_0" and tensor.shape[-1] % 32:
             kind = "F16"
-        stored_as[name], size = kind, _count_bytes(tensor.shape, kind)
-        number = gguf.GGMLQuantizationType[kind]
+        stored.append((name, tensor, kind))
+        size, number = _count_bytes(tensor.shape, kind), gguf.GGMLQuantizationType[kind]
         writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), size, raw_dtype=number)
     with open_whole(path) as f, contextlib.closing(writer):
         writer.write_header_to_file(Path(f.name))  # opens the file again, by its temporary name
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for name, tensor in tensors.items():
-            x, kind = tensor.read(), stored_as[name]
+        for name, tensor, kind in stored:
+            x = tensor.read()
             if kind == "F16" and float(np.abs(x).max(initial=0)) > float(np.finfo(np.float16).max):
                 raise UserError(f"{name} has values beyond those of float16: take dtype bfloat16 or float32")
             x = np.ascontiguousarray(x, DTYPES.get(kind, np.float32))
@@ -350,30 +325,24 @@ def _read_elements(path: Path, shape: tuple[int, ...], kind: str, offset: int) -
     return gguf.quants.dequantize(blocks, number).reshape(shape)
 
 
+@functools.cache
 def _find_kind(number: int) -> str:
     """Return ggml's name of a dtype. Raises `UserError` if it cannot be read."""
     gguf = _package()
-    if number not in list(gguf.GGMLQuantizationType):
-        raise UserError(f"has dtype {number} of ggml, which the gguf package does not know")
-    kind = gguf.GGMLQuantizationType(number)
-    if kind.name in DTYPES:
-        return kind.name
     try:
-        gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
-    except NotImplementedError:
-        raise UserError(f"has dtype {kind.name} of ggml, which the gguf package does not dequantise") from None
+        kind = gguf.GGMLQuantizationType(number)
+        if kind.name not in DTYPES:
+            gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except (ValueError, NotImplementedError):
+        raise UserError(f"has dtype {number} of ggml, which the gguf package does not read") from None
     return kind.name
 
 
 def open_gguf(path: Path, tokenizer: str | None = None) -> tuple[Source, Json]:
     """Open a file, and check it before any matrix is read. Returns (model, all fields).
 
-    Args:
-        path: the file.
-        tokenizer: path of a tokenizer.json, or "ids" for none. None means the one in the file.
-
-    Raises:
-        UserError: the file is damaged, or has an architecture, a tokenizer or a quantisation that is unknown.
+    tokenizer: path of a tokenizer.json, or "ids" for none. None means the one in the file. Raises `UserError` if the file
+    is damaged, or has an architecture, a tokenizer or a quantisation that is unknown.
     """
     values, tensors = read_gguf(path)
     try:
@@ -394,8 +363,8 @@ def open_gguf(path: Path, tokenizer: str | None = None) -> tuple[Source, Json]:
 
 def read_config(values: Json, tensors: dict[str, Tensor]) -> tuple[Family, GPTConfig]:
     """Return (family, architecture) of a file. Raises `UserError` if they are unknown, or our layers do not support them."""
-    name, embedding = values.get("general.architecture"), tensors.get(EMBEDDING)
-    if not isinstance(name, str) or name not in ARCHITECTURES:
+    name, embedding = str(values.get("general.architecture")), tensors.get(EMBEDDING)
+    if name not in ARCHITECTURES:
         raise UserError(f"general.architecture={short(name)} is unknown: jaxgpt reads {', '.join(ARCHITECTURES)}")
     if embedding is None or len(embedding.shape) != 2:
         raise UserError(f"it has no {EMBEDDING} with two axes")
@@ -404,24 +373,17 @@ def read_config(values: Json, tensors: dict[str, Tensor]) -> tuple[Family, GPTCo
 
 
 def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
-    """Return (fields, tensors by name) of an untrusted file, or of all parts of one that is split.
-
-    Arguments and errors: see `_read_part`. The first part has the fields.
-    """
+    """Return (fields, tensors by name) of an untrusted file, or of all parts of one that is split: see `_read_part`."""
     found = SPLIT.fullmatch(path.name)
     if found is None:
         return _read_part(path)
     parts = [path.with_name(f"{found[1]}-{n:05}-of-{found[2]}.gguf") for n in range(1, int(found[2]) + 1)]
-    if missing := [part.name for part in parts if not part.exists()]:
-        raise UserError(f"{path} needs {missing[0]} beside it: it is one of {len(parts)} parts of a model")
     values, tensors = _read_part(parts[0])
     for part in parts[1:]:
         tensors |= _read_part(part)[1]
     wanted = values.get("split.tensors.count")
     if wanted != len(tensors):
-        raise UserError(
-            f"{path}: its parts have {len(tensors)} tensors, the first says {short(wanted)}: download again"
-        )
+        raise UserError(f"{path}: its parts have {len(tensors)} tensors, the first says {short(wanted)}")
     return values, tensors
 
 
@@ -451,8 +413,7 @@ def _read_part(path: Path) -> tuple[Json, dict[str, Tensor]]:
         (value,) = take(SCALARS[kind])
         return float(str(np.float32(value))) if SCALARS[kind] == "f" else value
 
-    values: Json = {}
-    infos: list[tuple[Any, ...]] = []
+    values, infos = dict[str, Any](), list[tuple[Any, ...]]()
     if raw[:4] != MAGIC:
         raise UserError(f"{path} is not a GGUF file")
     try:
@@ -466,11 +427,11 @@ def _read_part(path: Path) -> tuple[Json, dict[str, Tensor]]:
             infos.append((take_value(STRING), take("Q", *take("I"))[::-1], *take("I"), *take("Q")))
     except (struct.error, UnicodeDecodeError, KeyError) as e:
         raise UserError(f"{path} is damaged within its header ({e}): download it again") from None
-    tensors, found = {}, dict[int, str]()
-    start = -(-at // values.get("general.alignment", ALIGNMENT)) * values.get("general.alignment", ALIGNMENT)
+    tensors, block = {}, values.get("general.alignment", ALIGNMENT)
+    start = -(-at // block) * block
     for name, shape, number, offset in infos:
         try:
-            kind = found[number] = found.get(number) or _find_kind(number)
+            kind = _find_kind(number)
             length = _count_bytes(shape, kind)
         except UserError as e:
             raise UserError(f"{path}: {name} {e}") from None

@@ -19,10 +19,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from jaxgpt.config.validate import LARGEST_SIZE, check_count, short
+from jaxgpt.config.validate import LARGEST_SIZE, check_count, check_value, short
 from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.hf.source import list_byte_names, special_ids
+from jaxgpt.hf.source import PLAIN_TOKEN, list_byte_names, special_ids
 
 GGML = "tokenizer.ggml."
 CHAT_TEMPLATE = "tokenizer.chat_template"
@@ -90,17 +90,12 @@ def tokenizer_fields(
 ) -> dict[str, Any]:
     """Return the fields of GGUF for a tokenizer, as Python values: lists are arrays, ids are unsigned.
 
-    Args:
-        vocab_size: number of rows of the embedding. Those without a token get a name.
-        chat_template: a chat template in Jinja, or None.
-        ends: ids that end a text, the usual one first and the end of a chat's turns last. Empty means the tokenizer's own.
-
-    Raises:
-        UserError: llama.cpp cannot encode as this tokenizer does. A warning names the texts it encodes differently.
+    vocab_size: number of rows of the embedding. chat_template: in Jinja. ends: ids that end a text, the usual one first
+    and the end of a chat's turns last, by default the tokenizer's own. Raises `UserError` if llama.cpp cannot encode as
+    this tokenizer does, and warns of texts that it encodes differently.
     """
-    if tokenizer.vocab_size > vocab_size or any(not 0 <= end < vocab_size for end in ends):
+    if tokenizer.vocab_size > vocab_size or {*ends} - {*range(vocab_size)}:
         raise UserError(f"{tokenizer.vocab_size:,} tokens with ends {[*ends]} do not fit into {vocab_size:,} rows")
-    template = {} if chat_template is None else {CHAT_TEMPLATE: chat_template}
     own = [tokenizer.end_of_text] if tokenizer.end_of_text is not None else []
     fields: dict[str, Any]
     if isinstance(tokenizer, IdTokenizer):  # the size is in ARCHITECTURE.vocab_size
@@ -113,70 +108,70 @@ def tokenizer_fields(
     else:
         characters = tokenizer.characters if isinstance(tokenizer, CharTokenizer) else ""
         if not characters.isascii():
-            warnings.warn(
-                "llama.cpp fills the memory when a text has a character outside this vocabulary whose first byte of "
-                "UTF-8 is that of one in it: check the characters of prompts",
-                stacklevel=2,
-            )
+            when = "a character outside this vocabulary begins with the same byte of UTF-8 as one in it"
+            warnings.warn(f"llama.cpp fills the memory when {when}: check prompts", stacklevel=2)
         tokens = BYTE_TOKENS if isinstance(tokenizer, ByteTokenizer) else [_escape(c.encode()) for c in characters]
         # Unused tokens begin with a byte that UTF-8 never contains.
         unused = [rf"\xff[PAD{i}]" for i in range(len(tokens), vocab_size)]
         kinds = [NORMAL] * len(tokens) + [UNUSED] * len(unused)
         fields = {"model": "rwkv", "tokens": tokens + unused, "token_type": kinds}
     ends = [*dict.fromkeys(ends)] or own
-    if len(ends) > len(ENDS):
-        raise UserError(f"{len(ends)} tokens end a text: llama.cpp has {len(ENDS)} at most")
+    if len(ends) > 3:
+        raise UserError(f"{len(ends)} tokens end a text: llama.cpp has 3 at most")
     names = ((), ENDS[:1], ENDS[::2], ENDS)[len(ends)]
     fields |= {f"{name}_token_id": end for name, end in zip(names, ends, strict=True)}
     ids = special_ids(tokenizer, ends[-1] if ends else None)  # as in an export to Hugging Face
-    begin = [*tokenizer.prefix, *(i for text, i in tokenizer.specials.items() if text in BEGINNINGS), *own, ids["bos"]]
-    named = {"bos": begin[0], "padding": ids["pad"], "unknown": ids["unk"] if fields["model"] == "rwkv" else None}
+    known = [i for text, i in tokenizer.specials.items() if text in BEGINNINGS]
+    named = {"bos": [*tokenizer.prefix, *known, *own, ids["bos"]][0], "padding": ids["pad"]}
+    if fields["model"] == "rwkv":
+        named["unknown"] = ids["unk"]
     fields |= {f"{name}_token_id": i for name, i in named.items() if i is not None}
     if len(tokenizer.prefix) > 1:
-        raise UserError(f"the tokenizer begins texts with {len(tokenizer.prefix)} tokens: llama.cpp adds one at most")
+        _refuse(f"{len(tokenizer.prefix)} tokens before each text")
     fields |= {"add_bos_token": bool(tokenizer.prefix), "add_eos_token": False}
     if unused := [i for i, kind in enumerate(fields["token_type"]) if kind == UNUSED]:
         fields["suppress_tokens"] = unused
+    template = {} if chat_template is None else {CHAT_TEMPLATE: chat_template}
     return {GGML + name: value for name, value in fields.items()} | template
 
 
 def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
     """Return the fields of a BPE. Raises `UserError` for parts that llama.cpp does not have."""
     parts = tokenizer.parts()
-    model, added, normalizer, pre_tokenizer = (
-        parts[name] for name in ("model", "added_tokens", "normalizer", "pre_tokenizer")
-    )
+    model, added = parts["model"], parts["added_tokens"]
+    normalizer, pre_tokenizer = parts["normalizer"], parts["pre_tokenizer"]
     if model["type"] != "BPE":
         _refuse(f"a model {model['type']}, not BPE")
-    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(name):
-            _refuse(f"{name} {short(model[name])}")
-    for token in added:
-        if strips := [name for name in ("single_word", "lstrip", "rstrip") if token[name]]:
-            _refuse(f"{strips[0]} of the added token {short(token['content'])}")
-    tokens, special = _list_tokens(parts), {token["id"]: token["special"] for token in added}
+    for part in (model, *added):
+        for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "single_word", "lstrip", "rstrip"):
+            if part.get(name):
+                _refuse(f"{name} {short(part[name])}")
+    ids = model["vocab"] | {token["content"]: token["id"] for token in added}
+    tokens, special = {i: text for text, i in ids.items()}, {token["id"]: token["special"] for token in added}
+    if len(tokens) < len(ids):
+        _refuse("two tokens of one id")
     merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
     if any(len(pair) != 2 or " " in pair[0] + pair[1] for pair in merges):
         _refuse("merges of texts with spaces")
     fields: dict[str, Any]
-    has_fallback, vocab = model["byte_fallback"], model["vocab"]
+    differs: list[str] = []
+    has_fallback, vocab, words = model["byte_fallback"], model["vocab"], json.dumps(pre_tokenizer)
     names = [f"<0x{byte:02X}>" for byte in range(256)] if has_fallback else list_byte_names()
     missing = {byte for byte, name in enumerate(names) if name not in vocab}
-    kinds = {i: (CONTROL if special[i] else USER_DEFINED) if i in special else NORMAL for i in tokens}
+    kinds = dict.fromkeys(tokens, NORMAL)
+    kinds |= {i: CONTROL if is_special else USER_DEFINED for i, is_special in special.items()}
     if has_fallback:
         found = [spaced for n, p, spaced in SENTENCEPIECE if (n, p) == (normalizer, pre_tokenizer)]
         if not found:
-            shown = [json.dumps(part)[:200] for part in (normalizer, pre_tokenizer)]
-            _refuse(f"the normalizer {shown[0]} and the pre-tokenizer {shown[1]}")
+            _refuse(f"the normalizer {json.dumps(normalizer)[:200]} and the pre-tokenizer {words[:200]}")
         if found[0] and normalizer is None:
-            warnings.warn("llama.cpp adds a space also before a text that begins with one", stacklevel=3)
+            differs.append("that begin with a space")
         fields = {"model": "llama", "pre": "default", "scores": None, "add_space_prefix": found[0]}
     else:
-        if normalizer not in (None, {"type": "NFC"}):
+        if normalizer == {"type": "NFC"}:
+            differs.append("that are not in NFC")
+        elif normalizer is not None:
             _refuse(f"a normalizer {normalizer['type']}")
-        if normalizer:
-            message = "llama.cpp does not normalize texts to NFC, as this tokenizer does: others differ"
-            warnings.warn(message, stacklevel=3)
 
         def spell(pre: Any, whole: bool) -> str:  # without an option that changes no ids
             return re.sub(r'"trim_offsets": \w+', "", json.dumps([pre, whole], sort_keys=True))
@@ -184,44 +179,39 @@ def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
         wanted = spell(pre_tokenizer, model["ignore_merges"])
         known = [name for name, (pre, whole) in PRE_TOKENIZERS.items() if spell(pre, whole) == wanted]
         if not known:
-            _refuse(f"ignore_merges {model['ignore_merges']} and the pre-tokenizer {json.dumps(pre_tokenizer)[:400]}")
+            _refuse(f"ignore_merges {model['ignore_merges']} and the pre-tokenizer {words[:400]}")
         if model["unk_token"] is None:  # both leave out a byte without a token, but other tokens merge across it in one
-            if cut := sorted(missing - NOT_IN_UTF8):
-                listed = ", ".join(f"0x{byte:02X}" for byte in cut)
-                warnings.warn(f"texts with bytes that have no token ({listed}) may be cut differently", stacklevel=3)
+            differs += [f"with the byte 0x{byte:02X}" for byte in sorted(missing - NOT_IN_UTF8)]
             missing.clear()
         fields = {"model": "gpt2", "pre": known[0], "merges": [f"{left} {right}" for left, right in merges]}
+    if differs:
+        warnings.warn(f"llama.cpp may encode otherwise: texts {', '.join(differs)}", stacklevel=3)
     if missing:
         _refuse(f"no tokens for {len(missing)} of the 256 bytes")
     if has_fallback:
         kinds |= dict.fromkeys((vocab[name] for name in names), BYTE)
-        if model["unk_token"] in vocab:
-            fields["unknown_token_id"] = vocab[model["unk_token"]]
-            kinds[vocab[model["unk_token"]]] = UNKNOWN
+        unknown = vocab.get(model["unk_token"])
+        if unknown is not None:
+            fields["unknown_token_id"], kinds[unknown] = unknown, UNKNOWN
         # llama.cpp would print U+2581 of a token that the user defined, and merges make it anyway.
         kinds |= {i: NORMAL for i, text in tokens.items() if kinds[i] == USER_DEFINED and SPACE in text}
-        _check_merges([text for i, text in tokens.items() if kinds[i] == NORMAL], {*merges}, vocab)
+        known = {*merges}
+        for pair in (pair for i, text in tokens.items() if kinds[i] == NORMAL for pair in _cuts(text)):
+            if pair not in known and all(len(part) == 1 or part in vocab for part in pair):
+                _refuse(f"byte fallback, and no merge of {short(pair[0])} and {short(pair[1])}")
         ranks = {left + right: rank for rank, (left, right) in reversed([*enumerate(merges)])}  # the first merge
         fields["scores"] = [-float(ranks.get(tokens.get(i, ""), len(merges))) for i in range(vocab_size)]
     fields["tokens"] = [tokens.get(i, f"[PAD{i}]") for i in range(vocab_size)]
     fields["token_type"] = [kinds.get(i, UNUSED) for i in range(vocab_size)]
-    if len(set(fields["tokens"])) < vocab_size:
+    if len({*fields["tokens"]}) < vocab_size:
         _refuse("a token with the name of an unused one, [PAD...]")
     return fields
-
-
-def _check_merges(texts: list[str], merges: set[tuple[str, ...]], vocab: Mapping[str, int]) -> None:
-    """Raise `UserError` if two neighbours make a token of `texts`, and not by a merge."""
-    for text in texts:
-        for pair in _cuts(text):
-            if pair not in merges and all(len(part) == 1 or part in vocab for part in pair):
-                _refuse(f"byte fallback, and no merge of {short(pair[0])} and {short(pair[1])}")
 
 
 def _cuts(token: str) -> list[tuple[str, str]]:
     """Return a token cut in two at every place. Raises `UserError` if it is too long: all cuts are a square of that."""
     if len(token) > LONGEST:
-        raise UserError(f"the token {short(token)} has {len(token):,} characters: needs at most {LONGEST:,}")
+        raise UserError(f"the token {short(token)} has more than {LONGEST:,} characters")
     return [(token[:cut], token[cut:]) for cut in range(1, len(token))]
 
 
@@ -229,40 +219,25 @@ def _refuse(part: str) -> NoReturn:
     raise UserError(f"llama.cpp cannot encode as this tokenizer does, which has {part}")
 
 
-def _list_tokens(parts: Mapping[str, Any]) -> dict[int, str]:
-    """Return the text of each token by id. Raises `UserError` if two have the same id."""
-    vocab = parts["model"]["vocab"]
-    if not isinstance(vocab, dict):  # Unigram's has scores
-        _refuse(f"a model {parts['model']['type']}, not BPE")
-    ids = vocab | {token["content"]: token["id"] for token in parts["added_tokens"]}
-    tokens = {i: text for text, i in ids.items()}
-    if len(tokens) < len(ids):
-        _refuse("two tokens of one id")
-    return tokens
-
-
 def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
     """Return the tokenizer of a file. Raises `UserError` if its fields are damaged, or of a kind that is not known."""
-    tokens = fields.get(GGML + "tokens")
     if fields.get(GGML + "model") == "none":
         key = f"{fields.get('general.architecture')}.vocab_size"
         return IdTokenizer(check_count(key, fields.get(key), 1, LARGEST_SIZE))
-    if not isinstance(tokens, list) or not all(type(token) is str for token in tokens):
-        raise UserError(f"{GGML}tokens is missing or damaged: it must be a list of texts")
-    return BPETokenizer(json.dumps(_make_parts(fields, tokens), ensure_ascii=False))
+    parts = _make_parts(fields, _read_list(fields, "tokens", str))
+    return BPETokenizer(json.dumps(parts, ensure_ascii=False))
 
 
 def _make_parts(fields: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
     """Return the tokenizer.json of a BPE in a file of another program."""
     kind = fields.get(GGML + "model")
-    kinds = _read_list(fields, "token_type", len(tokens), int)
+    kinds = _read_list(fields, "token_type", int, len(tokens))
     vocab = {token: i for i, token in enumerate(tokens) if kinds[i] != UNUSED}
-    if len(vocab) < len(tokens) - kinds.count(UNUSED):
-        raise UserError(f"{GGML}tokens has two tokens of one text")
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    if len(vocab) + kinds.count(UNUSED) < len(tokens):
+        raise UserError("two tokens have the same text")
     # SentencePiece's own tokens of spaces are made by merges.
     added = [
-        {"id": i, "content": token, "special": kinds[i] != USER_DEFINED, **plain}
+        {"id": i, "content": token, "special": kinds[i] != USER_DEFINED, **PLAIN_TOKEN}
         for token, i in vocab.items()
         if kinds[i] in (UNKNOWN, CONTROL) or (kinds[i] == USER_DEFINED and SPACE not in token)
     ]
@@ -288,15 +263,15 @@ def _make_parts(fields: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
 
 def _byte_level_parts(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], bool]:
     """Return (model, other parts, whether a text begins with a token unless the file says) of a "gpt2"."""
-    merges, pre = fields.get(GGML + "merges"), fields.get(GGML + "pre")
-    pre = ALIASES.get(str(pre), pre)
-    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
-        known = ", ".join([*PRE_TOKENIZERS, *ALIASES])
-        raise UserError(f"{GGML}pre={short(pre)} is unknown, and decides how words are cut: jaxgpt reads {known}")
-    if not isinstance(merges, list) or not all(type(pair) is str and pair.count(" ") == 1 for pair in merges):
-        raise UserError(f"{GGML}merges is missing or damaged: it must be a list of two tokens and a space")
+    given = str(fields.get(GGML + "pre"))
+    pre = ALIASES.get(given, given)
+    if pre not in PRE_TOKENIZERS:
+        raise UserError(f"{GGML}pre={short(pre)} is unknown: jaxgpt reads {', '.join([*PRE_TOKENIZERS, *ALIASES])}")
     words, whole = PRE_TOKENIZERS[pre]
-    model = {"merges": [pair.split(" ") for pair in merges], "ignore_merges": whole}
+    merges = [pair.split(" ") for pair in _read_list(fields, "merges", str)]
+    if any(len(pair) != 2 for pair in merges):
+        raise UserError(f"{GGML}merges is damaged: each must be two tokens and a space")
+    model = {"merges": merges, "ignore_merges": whole}
     return model, {"pre_tokenizer": words, "decoder": BYTE_LEVEL}, pre in ("llama-bpe", "tekken")
 
 
@@ -304,7 +279,7 @@ def _sentencepiece_parts(
     fields: Mapping[str, Any], tokens: list[str], vocab: Mapping[str, int]
 ) -> tuple[dict[str, Any], dict[str, Any], bool]:
     """Return what `_byte_level_parts` does of a "llama", whose merges are all cuts of a token in two, by its score."""
-    scores = _read_list(fields, "scores", len(tokens), float)
+    scores = _read_list(fields, "scores", float, len(tokens))
     merges = []
     for token, i in vocab.items():
         merges += [(-scores[i], pair) for pair in _cuts(token) if pair[0] in vocab and pair[1] in vocab]
@@ -321,27 +296,25 @@ def _sentencepiece_parts(
     decoders: list[dict[str, Any]] = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]
     if is_spaced:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    normalizer = SENTENCEPIECE[0 if is_spaced else 1][0]
+    normalizer = SENTENCEPIECE[not is_spaced][0]
     return model, {"normalizer": normalizer, "decoder": {"type": "Sequence", "decoders": decoders}}, True
 
 
-def _read_list(fields: Mapping[str, Any], name: str, length: int, kind: type) -> list[Any]:
-    """Return a list with a value for each token. Raises `UserError` if it is anything else."""
+def _read_list(fields: Mapping[str, Any], name: str, kind: type, length: int | None = None) -> list[Any]:
+    """Return a list of values of one kind, with one for each token. Raises `UserError` if it is anything else."""
     values = fields.get(GGML + name)
-    if not isinstance(values, list) or len(values) != length or not all(type(x) is kind for x in values):
-        raise UserError(f"{GGML}{name} is missing or damaged: it must be a list of {length:,} numbers")
+    is_list = isinstance(values, list) and all(type(x) is kind for x in values)
+    if not is_list or length not in (None, len(values)):
+        raise UserError(f"{GGML}{name} is missing or damaged: it must be a list, with a value for each token")
     return values
 
 
 def read_chat_template(fields: Mapping[str, Any]) -> str | None:
     """Return the chat template in the fields of a GGUF, in Jinja, or None if it has none."""
-    template = fields.get(CHAT_TEMPLATE)
-    if template is not None and not isinstance(template, str):
-        raise UserError(f"{CHAT_TEMPLATE} is {type(template).__name__}: it must be a text")
-    return template
+    return check_value(CHAT_TEMPLATE, fields.get(CHAT_TEMPLATE), str | None)
 
 
 def read_ends(fields: Mapping[str, Any]) -> list[int]:
     """Return the ids that end a text, from the fields of a GGUF: the `ends` of `tokenizer_fields`."""
-    found = [fields.get(f"{GGML}{name}_token_id") for name in ENDS]
+    found = (fields.get(f"{GGML}{name}_token_id") for name in ENDS)
     return [end for end in found if type(end) is int]

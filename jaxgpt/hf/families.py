@@ -11,7 +11,7 @@ from jaxgpt.hf.family import (
     NO_WINDOW,
     ConfigRule,
     Family,
-    alias,
+    aliases,
     always,
     choice,
     fields,
@@ -48,10 +48,8 @@ GPT2 = Family(
         ),
         never(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
         # If both names are present, transformers uses these.
-        alias("hidden_size", "n_embd"),
-        alias("num_hidden_layers", "n_layer"),
-        alias("num_attention_heads", "n_head"),
-        alias("max_position_embeddings", "n_positions", 1024),
+        aliases(hidden_size="n_embd", num_hidden_layers="n_layer", num_attention_heads="n_head"),
+        aliases(max_position_embeddings=("n_positions", 1024)),
         NO_WINDOW,
         CAUSAL_DECODER,
     ),
@@ -83,7 +81,6 @@ JOINED = {"attn/qkv": "self_attn.qkv_proj", "mlp/gate_up": "mlp.gate_up_proj"}
 
 def llama_like(
     model_type: str,
-    architecture: str,
     *config_rules: ConfigRule,
     norms: dict[str, str] = PRE,
     matrices: dict[str, str] = MATRICES,
@@ -92,10 +89,7 @@ def llama_like(
     context: int = 2048,
     head_dim: int | None = None,
 ) -> Family:
-    """Return a family with Llama's names for tensors and sizes. The arguments after `matrices` are for absent keys.
-
-    norms, matrices: our names of a layer's norms, and of matrices that some families join -> theirs.
-    """
+    """Return a family with Llama's names for tensors and sizes. The arguments after `matrices` are for absent keys."""
     usual = (
         SIZES,
         fields(n_kv_head=("num_key_value_heads", None), head_dim=("head_dim", head_dim), mlp_dim="intermediate_size"),
@@ -106,7 +100,7 @@ def llama_like(
     )
     return Family(
         model_type=model_type,
-        architecture=architecture,
+        architecture=f"{model_type.removesuffix('_text').capitalize()}ForCausalLM",
         prefix="model.",
         config_rules=(*usual, *config_rules),
         weight_rules=weight_rules(
@@ -122,24 +116,14 @@ def llama_like(
 
 ATTENTION_BIAS = fields(out_bias=("attention_bias", False), qkv_bias=("attention_bias", False))
 SILU = choice("activation", "hidden_act", GATED, "silu")
-QWEN_WINDOWS = (
-    windows(
-        lambda i, hf: i >= read_count(hf, "max_window_layers", 28), "max_window_layers", switch="use_sliding_window"
-    ),
-    ConfigRule(
-        (),
-        lambda hf: {},
-        lambda config: {
-            "use_sliding_window": config.sliding_window is not None,
-            "max_window_layers": config.n_layer if config.sliding_window is None else 0,
-        },
-    ),
+QWEN_WINDOWS = windows(
+    lambda i, hf: i >= read_count(hf, "max_window_layers", 28), "max_window_layers", switch="use_sliding_window"
 )
 GEMMAS = (ATTENTION_BIAS, always(norm_offset=True, scale_embeddings=True))
 GEMMAS_2 = (
     *GEMMAS,
     choice("activation", "hidden_activation", GATED, "gelu_pytorch_tanh"),
-    alias("hidden_act", "hidden_activation", "gelu_pytorch_tanh"),
+    aliases(hidden_act=("hidden_activation", "gelu_pytorch_tanh")),
     always(norm_position="sandwich"),
     ConfigRule(
         ("query_pre_attn_scalar",),
@@ -149,35 +133,28 @@ GEMMAS_2 = (
     ),
 )
 
-LLAMA = llama_like(
-    "llama", "LlamaForCausalLM", rope(), SILU, ATTENTION_BIAS, fields(bias=("mlp_bias", False)), NO_WINDOW
-)
+LLAMA = llama_like("llama", rope(), SILU, ATTENTION_BIAS, fields(bias=("mlp_bias", False)), NO_WINDOW)
 MISTRAL = llama_like(
     "mistral",
-    "MistralForCausalLM",
     rope(),
     SILU,
     fields(sliding_window=("sliding_window", 4096)),
     never(layer_types=None),
     context=131_072,
 )
-QWEN2 = llama_like(
-    "qwen2", "Qwen2ForCausalLM", rope(), SILU, always(qkv_bias=True, out_bias=False), *QWEN_WINDOWS, context=32_768
-)
+QWEN2 = llama_like("qwen2", rope(), SILU, always(qkv_bias=True, out_bias=False), QWEN_WINDOWS, context=32_768)
 QWEN3 = llama_like(
     "qwen3",
-    "Qwen3ForCausalLM",
     rope(),
     SILU,
     ATTENTION_BIAS,
     always(qk_norm=True),
-    *QWEN_WINDOWS,
+    QWEN_WINDOWS,
     context=32_768,
     head_dim=128,
 )
 PHI3 = llama_like(
     "phi3",
-    "Phi3ForCausalLM",
     rope(fraction="partial_rotary_factor"),
     SILU,
     always(qkv_bias=False, out_bias=False),
@@ -189,7 +166,6 @@ PHI3 = llama_like(
 )
 GEMMA1 = llama_like(
     "gemma",
-    "GemmaForCausalLM",
     *GEMMAS,
     rope(),
     choice("activation", "hidden_act", GEMMA, "gelu_pytorch_tanh"),
@@ -201,7 +177,6 @@ GEMMA1 = llama_like(
 )
 GEMMA2 = llama_like(
     "gemma2",
-    "Gemma2ForCausalLM",
     *GEMMAS_2,
     rope(),
     fields(logit_softcap=("final_logit_softcapping", 30.0), attention_softcap=("attn_logit_softcapping", 50.0)),
@@ -213,7 +188,6 @@ GEMMA2 = llama_like(
 )
 GEMMA3 = llama_like(
     "gemma3_text",
-    "Gemma3ForCausalLM",
     *GEMMAS_2,
     rope(usual=1_000_000.0, local="rope_local_base_freq"),
     fields(logit_softcap=("final_logit_softcapping", None)),
@@ -256,7 +230,6 @@ GPT_NEOX = Family(
 )
 OLMO2 = llama_like(
     "olmo2",
-    "Olmo2ForCausalLM",
     rope(),
     SILU,
     ATTENTION_BIAS,
@@ -275,28 +248,23 @@ FAMILIES = {
 
 def get_family(hf: dict[str, Any]) -> Family:
     """Return the family of a config.json. Raises `UserError` if it is unknown or the weights are quantised."""
-    kind = hf.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        inner = hf["text_config"].get("model_type") if isinstance(hf.get("text_config"), dict) else None
-        part = f" (of its parts only the model of text, as {inner})" if inner in FAMILIES else ""
-        raise UserError(f"model_type={short(kind)} is not supported{part}: jaxgpt reads {', '.join(FAMILIES)}")
-    if hf.get("quantization_config") is not None:
+    kind = str(hf.get("model_type"))
+    if kind not in FAMILIES:
+        raise UserError(f"model_type={short(kind)} is not supported: jaxgpt reads {', '.join(FAMILIES)}")
+    if hf.get("quantization_config"):
         raise UserError("its weights are quantised (quantization_config): give a copy that is not")
     return FAMILIES[kind]
 
 
 def find_family(config: GPTConfig, wanted: str | None = None) -> Family:
     """Return a family that can express this architecture, `wanted` if it can. Raises `UserError` if none can."""
-    missing = {}
+    missing = []
     for family in sorted(FAMILIES.values(), key=lambda family: family.model_type != wanted):
         try:
-            missing[family.model_type] = find_differences(config, family.read(family.write(config)))
+            lacks = find_differences(config, family.read(family.write(config)))
         except UserError:  # too different to compare field by field
             continue
-        if not missing[family.model_type]:
+        if not lacks:
             return family
-    nearest = min(missing, key=lambda name: len(missing[name]))
-    raise UserError(
-        f"no family on the Hub has this architecture. The nearest, {nearest}, does not support "
-        + ", ".join(missing[nearest])
-    )
+        missing.append((len(lacks), f"{family.model_type}, does not support {', '.join(lacks)}"))
+    raise UserError(f"no family on the Hub has this architecture. The nearest, {min(missing)[1]}")

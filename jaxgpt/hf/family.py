@@ -25,18 +25,16 @@ class ConfigRule(NamedTuple):
 
 
 def fields(**table: str | tuple[str, Any]) -> ConfigRule:
-    """Return the rule for fields that are stored as they are.
-
-    table: field of `GPTConfig` -> its key, which must be present, or (key, the value that its absence means).
-    """
+    """Return the rule for fields that are stored as they are. table: field -> its key, or (key, value if it is absent)."""
+    keys = {ours: (key,) if isinstance(key, str) else key for ours, key in table.items()}
 
     def read(hf: Json) -> Json:
-        for key in table.values():
-            if isinstance(key, str) and hf.get(key) is None:
+        for key, *default in keys.values():
+            if not default and hf.get(key) is None:
                 raise UserError(f"it has no {key}")
-        return {ours: hf[key] if isinstance(key, str) else hf.get(*key) for ours, key in table.items()}
+        return {ours: hf.get(*key) for ours, key in keys.items()}
 
-    names = {ours: key if isinstance(key, str) else key[0] for ours, key in table.items()}
+    names = {ours: key[0] for ours, key in keys.items()}
     return ConfigRule(
         tuple(names.values()), read, lambda config: {key: getattr(config, ours) for ours, key in names.items()}
     )
@@ -72,19 +70,17 @@ CAUSAL_DECODER = never(
 )
 
 
-def alias(theirs: str, key: str, default: Any = None) -> ConfigRule:
-    """Return the rule for `theirs`, a second name of `key`: absent, or with the same value.
-
-    default: the value of `key` if it is absent.
-    """
+def aliases(**table: str | tuple[str, Any]) -> ConfigRule:
+    """Return the rule for second names of keys: absent, or with the same value. table: see `fields`."""
 
     def read(hf: Json) -> Json:
-        value, used = hf.get(theirs), _get(hf, key, default)
-        if value is not None and used is not None and value != used:
-            raise UserError(f"conflicting {key}={short(used)} and {theirs}={short(value)}: remove the wrong one")
+        for name, key in table.items():
+            value, used = hf.get(name), hf.get(key) if isinstance(key, str) else _get(hf, *key)
+            if None not in (value, used) and value != used:
+                raise UserError(f"{name}={short(value)}: another key says {short(used)}")
         return {}
 
-    return ConfigRule((theirs,), read)
+    return ConfigRule(tuple(table), read)
 
 
 def _get(hf: Json, key: str, default: Any) -> Any:
@@ -92,18 +88,14 @@ def _get(hf: Json, key: str, default: Any) -> Any:
 
 
 def choice(ours: str, theirs: str, values: dict[str, str], default: str) -> ConfigRule:
-    """Return the rule for a field with other names for its values in config.json.
+    """Return the rule for a field, `ours`, with other names for its values under the key `theirs`.
 
-    Args:
-        ours: the field of `GPTConfig`.
-        theirs: the key in config.json.
-        values: their name -> ours. If several names mean the same, the first is written. If none does, null is.
-        default: their name if the key is absent or null.
+    values: their name -> ours. If several mean the same, the first is written. default: their name if there is none.
     """
 
     def read(hf: Json) -> Json:
         value = hf.get(theirs) or default
-        if not isinstance(value, str) or value not in values:
+        if str(value) not in values:
             raise UserError(f"{theirs}={short(value)}: needs one of {', '.join(values)}")
         return {ours: values[value]}
 
@@ -126,10 +118,8 @@ def read_count(hf: Json, key: str, default: int) -> int:
 def windows(usual: Callable[[int, Json], bool], *keys: str, switch: str | None = None) -> ConfigRule:
     """Return the rule for `layer_types`, which lists the layers that have a sliding window.
 
-    Args:
-        usual: (layer, config.json) -> whether the layer has a window if there is no list.
-        keys: the further keys that `usual` reads.
-        switch: a key that must be true for any layer to have a window. None means that there is none.
+    usual: (layer, config.json) -> whether the layer has a window if there is no list. keys: the further keys that it
+    reads. switch: a key that must be true for any layer to have a window, if there is one.
     """
     keys = ("layer_types", "sliding_window", *([switch] if switch else []), *keys)
 
@@ -146,16 +136,17 @@ def windows(usual: Callable[[int, Json], bool], *keys: str, switch: str | None =
         if SLIDING not in kinds:
             return {"sliding_window": None}
         if size is None:
-            values = ", ".join(f"{key}={short(hf.get(key))}" for key in keys)
-            raise UserError(f"{values}: give the size of a window, or no {SLIDING} layers")
+            raise UserError(f"{', '.join(keys)}: give the size of a window, or no {SLIDING} layers")
         every = kinds.index(FULL) + 1 if FULL in kinds else None
         if kinds != [FULL if every and (i + 1) % every == 0 else SLIDING for i in range(layers)]:
             raise UserError("layer_types has no period: only every n-th layer can have full attention")
         return {"sliding_window": size, "global_every": every}
 
     def write(config: GPTConfig) -> Json:
-        kinds = [FULL if config.window(i) is None else SLIDING for i in range(config.n_layer)]
-        return {"sliding_window": config.sliding_window, "layer_types": kinds}
+        size, layers = config.sliding_window, config.n_layer
+        kinds = [FULL if config.window(i) is None else SLIDING for i in range(layers)]
+        qwens = {switch: size is not None, "max_window_layers": 0 if size else layers} if switch else {}
+        return {"sliding_window": size, "layer_types": kinds} | qwens
 
     return ConfigRule(keys, read, write)
 
@@ -181,14 +172,12 @@ def rope(
 ) -> ConfigRule:
     """Return the rule for rotations.
 
-    transformers 4 has `rope_theta` and `rope_scaling`, 5 has `rope_parameters`. Both are written. The rule reads what
-    transformers 5 reads: `rope_scaling` if there is one, else `rope_parameters`, and other keys for what they lack.
+    transformers 4 has `rope_theta` and `rope_scaling`, 5 `rope_parameters`. Both are written. As in 5, `rope_scaling` is
+    read if there is one, else `rope_parameters`, and other keys for what they lack.
 
-    Args:
-        theta: the family's key in transformers 4 for the base of the wavelengths.
-        usual: the base if it is absent.
-        fraction: the key for the rotated fraction of each head. None means that heads are rotated in full.
-        local: the key for the base in layers with a sliding window, which have a rotation of their own (Gemma 3).
+    theta: the family's key in transformers 4 for the base of the wavelengths. usual: the base if it is absent. fraction:
+    the key for the rotated fraction of each head, if they are not rotated in full. local: the key for the base in layers
+    with a sliding window, if they have a rotation of their own (Gemma 3).
     """
 
     def read(hf: Json) -> Json:
@@ -200,11 +189,10 @@ def rope(
             return _to_fields(hf, usual_values | found, has_fraction=fraction is not None)
         both = hf.get("rope_parameters") or {}
         if not isinstance(both, dict) or both.keys() - {FULL, SLIDING}:
-            raise UserError(f"rope_parameters={short(both)}: it must have {FULL} and {SLIDING}, each an object")
+            raise UserError(f"rope_parameters: needs {FULL} and {SLIDING}, each an object")
         inner = _to_fields(hf, {THETA: _get(hf, local, 10_000.0)} | _read_object(both, SLIDING))
         if "rope_scaling" in inner:
-            problem = "rope_parameters scale the layers with a sliding window"
-            raise UserError(f"{problem}: only the other layers can be scaled")
+            raise UserError("rope_parameters scale the layers with a sliding window: only others can be scaled")
         outer = _to_fields(hf, usual_values | _read_object(both, FULL) | older)
         return outer | {"rope_local_theta": inner["rope_theta"]}
 
@@ -231,7 +219,7 @@ def _read_object(hf: Json, key: str) -> Json:
     """Return the parameters of a rotation, with `rope_type`, which files older than transformers 4.43 call `type`."""
     value = hf.get(key) or {}
     if not isinstance(value, dict):
-        raise UserError(f"{key}={short(value)}: it must be an object")
+        raise UserError(f"{key} must be an object")
     parameters = {name: inner for name, inner in value.items() if inner is not None}
     return {"rope_type": parameters.pop("type", "default")} | parameters if parameters else {}
 
@@ -239,7 +227,7 @@ def _read_object(hf: Json, key: str) -> Json:
 def _to_fields(hf: Json, rotation: Json, *, has_fraction: bool = False) -> Json:
     """Return the fields of `GPTConfig` for a rotation of transformers 5. has_fraction: heads may be turned in part."""
     kind = rotation.get("rope_type", "default")
-    if not isinstance(kind, str) or kind not in SCALINGS:
+    if str(kind) not in SCALINGS:
         raise UserError(f"rope_type={short(kind)}: needs one of {', '.join(SCALINGS)}")
     names = SCALINGS[kind]
     if ORIGINAL in names and hf.get(ORIGINAL) is not None:  # other types ignore it
@@ -249,11 +237,9 @@ def _to_fields(hf: Json, rotation: Json, *, has_fraction: bool = False) -> Json:
         grown = max(1.0, check_count("context", hf.get("max_position_embeddings", before)) / before)
         rotation = {"attention_factor": math.sqrt(1.0 + math.log(grown) / math.log(before))} | rotation
         rotation |= {key: tuple(x) for key, x in rotation.items() if isinstance(x, list)}
-    if missing := [name for name in names if name not in rotation]:
-        raise UserError(f"its rope_scaling of type {kind} needs {', '.join(missing)} as well")
-    if more := rotation.keys() - names.keys() - {"rope_type", THETA, FRACTION}:
-        unused = ", ".join(sorted(more))
-        raise UserError(f"rope_type={kind} does not use {unused}: give the type that does, or remove it")
+    given = rotation.keys() - {"rope_type", THETA, FRACTION}
+    if given != names.keys():
+        raise UserError(f"rope_type={kind} needs {', '.join(names)} and has {', '.join(sorted(given))}")
     fields = {"position": "rope", "rope_theta": rotation[THETA]} | {names[key]: rotation[key] for key in names}
     if kind != "default":
         fields["rope_scaling"] = kind
@@ -296,46 +282,37 @@ def weight_rules(
 ) -> tuple[WeightRule, ...]:
     """Return the rules for all tensors, from the names of modules.
 
-    Args:
-        top: the path of our module -> theirs, outside of the layers.
-        layer: the prefix of their names in a layer.
-        inside: the path of our module in a layer -> theirs after the prefix. See `FUSED` for those that share a tensor.
-        matrices: layout of linear layers.
-        fused: layout of attn/qkv.
-        rotated: layout of attn/q and attn/k.
+    top: the path of our module -> theirs, outside of the layers. inside: the same in a layer, where their names begin with
+    `layer`. See `FUSED` for those that share a tensor. fused: layout of attn/qkv. rotated: of attn/q and attn/k. matrices:
+    of the other linear layers.
     """
-    rules = []
+    rules, layouts = [], {"qkv": fused, "q": rotated, "k": rotated}
     for ours, theirs in (top | {f"h_{{}}/{ours}": f"{layer}.{theirs}" for ours, theirs in inside.items()}).items():
         place, _, last = ours.rpartition("/")
         if last in ("wte", "wpe"):
             rules.append(WeightRule((f"{last}/embedding",), f"{theirs}.weight"))
         elif last == "lm_head":
             rules.append(WeightRule(HEAD, f"{theirs}.weight", "rows"))
-        elif last.startswith("ln_") or last.endswith("_norm"):
-            rules += [WeightRule((f"{ours}/{x}",), f"{theirs}.{y}") for x, y in (("scale", "weight"), ("bias", "bias"))]
         else:
-            layout = {"qkv": fused, "q": rotated, "k": rotated}.get(last, matrices)
+            is_norm = last.startswith("ln_") or last.endswith("_norm")
+            layout = "same" if is_norm else layouts.get(last, matrices)
             paths = [f"{place}/{x}" for x in FUSED[last]] if last in FUSED else [ours]
-            for x, y in (("kernel", "weight"), ("bias", "bias")):
+            for x, y in (("scale" if is_norm else "kernel", "weight"), ("bias", "bias")):
                 rules.append(WeightRule(tuple(f"{path}/{x}" for path in paths), f"{theirs}.{y}", layout))
     return tuple(rules)
 
 
 def split(theirs: np.ndarray, outputs: Sequence[int], layout: Layout, head_dim: int) -> list[np.ndarray]:
-    """Split a tensor of a file into our arrays, views where possible.
-
-    outputs: the last axis of each array. head_dim: elements per head.
-    """
+    """Split a tensor of a file into our arrays, views where possible. outputs: the last axis of each array."""
     cuts = np.cumsum(outputs)[:-1]
     if layout == "same":
         return [theirs]
     if layout == "columns":
         return np.split(theirs, cuts, axis=-1)
-    if layout in ("heads", "pairs"):
-        parts = (len(outputs), head_dim) if layout == "heads" else (head_dim // 2, 2)
-        theirs = theirs.reshape(-1, *parts, *theirs.shape[1:])
-        axes = (0, 1) if layout == "heads" else (1, 2)
-        theirs = theirs.swapaxes(*axes).reshape(-1, *theirs.shape[3:])
+    if layout == "heads":
+        theirs = _swap(theirs, (-1, len(outputs), head_dim), (0, 1))
+    if layout == "pairs":
+        theirs = _swap(theirs, (-1, head_dim // 2, 2), (1, 2))
     return [x.T for x in np.split(theirs, cuts)]
 
 
@@ -347,12 +324,15 @@ def join(ours: Sequence[np.ndarray], layout: Layout, head_dim: int) -> np.ndarra
         return np.concatenate(ours, axis=-1)
     theirs = np.concatenate([x.T for x in ours])
     if layout == "heads":
-        x_3NHD = theirs.reshape(len(ours), -1, head_dim, *theirs.shape[1:])
-        return x_3NHD.swapaxes(0, 1).reshape(theirs.shape)
+        return _swap(theirs, (len(ours), -1, head_dim), (0, 1))
     if layout == "pairs":
-        x_K2RD = theirs.reshape(-1, 2, head_dim // 2, *theirs.shape[1:])
-        return x_K2RD.swapaxes(1, 2).reshape(theirs.shape)
+        return _swap(theirs, (-1, 2, head_dim // 2), (1, 2))
     return theirs
+
+
+def _swap(x: np.ndarray, shape: tuple[int, ...], axes: tuple[int, int]) -> np.ndarray:
+    """Return an array of the same shape, whose first axis has two parts swapped. shape: that of the first axis."""
+    return x.reshape(*shape, *x.shape[1:]).swapaxes(*axes).reshape(x.shape)
 
 
 def their_shape(ours: Sequence[tuple[int, ...]], layout: Layout) -> tuple[int, ...]:
@@ -403,8 +383,7 @@ class Family:
     """A model family in a format: its names, and the rules for the configuration and for the tensors."""
 
     model_type: str  # transformers' name for it, in config.json
-    # transformers' class. None means another format, with neither name in its configuration
-    architecture: str | None = None
+    architecture: str | None = None  # transformers' class. None means another format, with neither name
     prefix: str = ""  # begins the names of all tensors but the output matrix. Checkpoints of the base model lack it
     config_rules: tuple[ConfigRule, ...]  # how each field of the configuration is stored
     weight_rules: tuple[WeightRule, ...]  # how each parameter is stored
@@ -430,14 +409,11 @@ class Family:
     def unknown_keys(self, hf: dict[str, Any]) -> list[str]:
         """Return the unknown keys of a config.json, except those that are null, false or private to transformers."""
         known = IGNORED.union(*(rule.keys for rule in self.config_rules))
-        unused = known.union(key for key, value in hf.items() if value in (None, False) or key.startswith("_"))
-        return sorted(hf.keys() - unused)
+        used = (key for key, value in hf.items() if value not in (None, False) and not key.startswith("_"))
+        return sorted({*used} - known)
 
     def expand_rules(self, config: GPTConfig, paths: Container[str]) -> Iterator[WeightRule]:
-        """Yield the rule of each tensor of a model, with layer indices filled in.
-
-        paths: paths of the model's parameters. Rules for others are skipped.
-        """
+        """Yield the rule of each tensor of a model, with layer indices filled in, if it has these paths of parameters."""
         for rule in self.weight_rules:
             for layer in range(config.n_layer) if "{}" in rule.theirs else (0,):
                 ours = tuple(path.format(layer) for path in rule.ours)
@@ -456,7 +432,7 @@ def canonical_form(config: GPTConfig) -> dict[str, Any]:
     form["windows"] = [c.window(i) for i in range(c.n_layer)]
     if c.position == "rope":
         scaling = "none" if c.rope_scaling == "linear" and c.rope_factor == 1.0 else c.rope_scaling
-        names = () if scaling == "none" else SCALINGS[scaling].values()
+        names = SCALINGS.get(scaling, {}).values()
         usual = (float(c.rope_theta), scaling, *(np.float32(getattr(c, name)).tolist() for name in names))
         local = usual if c.rope_local_theta is None else (float(c.rope_local_theta), "none")
         form["rope_size"] = int(config.shape.head_dim * c.rope_fraction)

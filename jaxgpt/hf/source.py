@@ -39,8 +39,9 @@ README = "README.md"  # kept there too
 # Files to download: no pickled weights, none for other frameworks, no copies in folders.
 WANTED = [*IN_HF_FOLDER, README, *BESIDE_TOKENIZER, "tokenizer.json", "adapter_config.json"]
 WANTED += ["*.safetensors", "*.safetensors.index.json"]
-UNWANTED = [f"*/{Path(name).name}" for name in WANTED if "/" not in name]
+UNWANTED = [f"*/{name}" for name in WANTED if "/" not in name]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+PLAIN_TOKEN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)  # an added token's options
 PADDING = 1024  # ids beyond the tokenizer's that do not cause a warning: vocabularies are rounded up
 
 
@@ -58,82 +59,64 @@ class Source:
 def find_directory(name: str, wanted: Sequence[str] = WANTED, *, downloads: bool = True) -> Path:
     """Return the directory of a model, downloaded from the Hub if needed. Raises `UserError` if it is not available.
 
-    name: a directory, or an id on the Hub, which is downloaded to huggingface_hub's cache. wanted: files. downloads:
-    False takes what that cache has, for a name from the record of a run.
+    name: a directory, or an id on the Hub. wanted: files. downloads: False takes what huggingface_hub's cache has, for a
+    name from the record of a run.
     """
     path = Path(name)
     if is_there(path, "Give a directory with config.json, tokenizer.json and .safetensors files."):
         if path.is_dir():
             return path
-        if path.suffix == ".gguf":
-            raise UserError(f"{path} is a file: make it a run with `jaxgpt import {path} --run-dir DIR`, and give that")
-        raise UserError(f"{path} is a file: give the directory that has config.json and tokenizer.json")
+        remedy = "give a directory with config.json, or the run that `jaxgpt import` makes of a .gguf"
+        raise UserError(f"{path} is a file: {remedy}")
     if not HUB_ID.fullmatch(name):
-        example = "not an id on the Hub, such as openai-community/gpt2"
-        raise UserError(f"no directory at {path}, and {example}: give one of the two")
+        raise UserError(f"no directory at {path}: give one, or an id on the Hub, such as openai-community/gpt2")
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError:
         raise UserError(f"no directory at {path}. To download a model: python -m pip install 'jaxgpt[hf]'") from None
     try:
         files = {"allow_patterns": list(wanted), "ignore_patterns": UNWANTED}
         return Path(snapshot_download(name, local_files_only=not downloads, **files))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
-        why = f"could not be downloaded: {first_line(e)[:200]}" if downloads else "was never downloaded here"
-        remedy = f"Download it where there is a network (hf download {name} --local-dir DIR)"
-        raise UserError(
-            f"no directory at {path}, and {name} {why}. {remedy} and give that directory instead."
-        ) from None
+    except (OSError, ValueError) as e:  # also errors of the Hub
+        remedy = f"Where there is a network: hf download {name} --local-dir DIR, and give that directory instead"
+        why = first_line(e)[:200] if downloads else "it was never downloaded here"
+        raise UserError(f"{name} is not available: {why}. {remedy}") from None
 
 
 def open_source(name: str, tokenizer: str | None = None, *, downloads: bool = True) -> Source:
-    """Open a model and check it, before any tensor is read.
+    """Open a model and check it, before any tensor is read. Raises `UserError` if a part is missing, damaged or unknown.
 
-    Args:
-        name: a directory, or an id on the Hub. downloads: see `find_directory`.
-        tokenizer: path of a tokenizer.json, or "ids" for none. None means the one in the directory.
-
-    Raises:
-        UserError: something is missing, damaged or unknown.
+    name, downloads: see `find_directory`. tokenizer: a tokenizer.json, or "ids" for none, by default the directory's.
     """
     directory = find_directory(name, downloads=downloads)
-    path, adapter = directory / "config.json", directory / "adapter_config.json"
-    if adapter.exists():
-        remedy = "Merge it by merge_and_unload of PEFT, and give what save_pretrained writes"
-        raise UserError(f"{directory} has an adapter, {adapter.name}, and no whole model. {remedy}")
-    if not path.exists():
-        raise UserError(f"{directory} has no config.json: give a directory that save_pretrained or a download made")
+    path = directory / "config.json"
+    if (directory / "adapter_config.json").exists():
+        raise UserError(f"{directory} has an adapter and no whole model: merge it by merge_and_unload of PEFT")
     hf = read_json(path, LARGEST_CONFIG)
     if not isinstance(hf, dict):
-        raise UserError(f"{path} holds {type(hf).__name__}, not an object: download it again")
+        raise UserError(f"{path} holds no object: download it again")
+    tensors = list_tensors(directory)
     try:
         family = get_family(hf)
         config = family.read(hf)
-    except UserError as e:
-        raise UserError(f"{path}: {e}") from None
-    if unknown := family.unknown_keys(hf):
-        what = f"{path} has keys that jaxgpt does not know, {short(unknown)}"
-        wrong = "if one of them changes the logits, the imported model is wrong"
-        warnings.warn(f"{what}: {wrong}", UserWarning, stacklevel=2)
-    if tokenizer is None and not (directory / "tokenizer.json").exists():
-        other = "If it has other tokenizer files, transformers' AutoTokenizer converts them (save_pretrained)"
-        given = "Or give another with --tokenizer FILE (--data.tokenizer FILE for training), or `ids` as FILE for none"
-        raise UserError(f"{directory} has no tokenizer.json. {other}. {given}")
-    found = load_named_tokenizer(str(directory / "tokenizer.json") if tokenizer is None else tokenizer, config)
-    tensors = list_tensors(directory)
-    try:
         check(tensors, family, config)
     except UserError as e:
         raise UserError(f"{directory}: {e}") from None
+    if unknown := family.unknown_keys(hf):
+        said = f"{short(unknown)}, which jaxgpt does not know: if one changes the logits, they are wrong"
+        warnings.warn(f"{path} has {said}", UserWarning, stacklevel=2)
+    file = str(directory / "tokenizer.json") if tokenizer is None else tokenizer
+    if tokenizer is None and not Path(file).exists():
+        given = "--tokenizer FILE (--data.tokenizer FILE for training), or `ids` as FILE for none"
+        raise UserError(f"{directory} has no tokenizer.json: give another with {given}")
+    found = load_named_tokenizer(file, config)
     return Source(directory=directory, family=family, config=config, tokenizer=found, tensors=tensors)
 
 
 def load_named_tokenizer(name: str, config: GPTConfig) -> Tokenizer:
     """Load the tokenizer of a model: a tokenizer.json, or "ids" for none. Raises `UserError` if it has too many ids."""
-    assert config.vocab_size is not None
     if name == "ids":
-        return IdTokenizer(config.vocab_size)
+        return IdTokenizer(config.vocab_size or 0)
     tokenizer = load_tokenizer(name)
     check_vocabulary(tokenizer, name, config)
     return tokenizer
@@ -141,12 +124,11 @@ def load_named_tokenizer(name: str, config: GPTConfig) -> Tokenizer:
 
 def check_vocabulary(tokenizer: Tokenizer, name: str | Path, config: GPTConfig) -> None:
     """Raise `UserError` if a tokenizer has more ids than the model. name: its file."""
-    assert config.vocab_size is not None
-    over = config.vocab_size - tokenizer.vocab_size
-    both = f"{name} has ids up to {tokenizer.vocab_size - 1:,}, the model a vocab_size of {config.vocab_size:,}"
-    if over < 0:
+    size, ids = config.vocab_size or 0, tokenizer.vocab_size
+    both = f"{name} has ids up to {ids - 1:,}, the model a vocab_size of {size:,}"
+    if ids > size:
         raise UserError(f"{both}: it is not this model's tokenizer. Give the right one with --tokenizer FILE")
-    if over > PADDING:
+    if ids + PADDING < size:
         warnings.warn(f"{both}: is it this model's tokenizer?", UserWarning, stacklevel=4)
 
 
@@ -223,9 +205,8 @@ def tokenizer_json(tokenizer: Tokenizer, end: int | None = None) -> str | None:
 
 def _added_tokens(tokenizer: CharTokenizer | ByteTokenizer, end: int | None) -> list[dict[str, Any]]:
     """Return the added tokens of tokenizer.json, of which the end is special."""
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    ids = sorted({i for i in special_ids(tokenizer, end).values() if i is not None})
-    return [{"id": i, "content": tokenizer.decode([i]), "special": i == end, **plain} for i in ids]
+    ids: Any = {*special_ids(tokenizer, end).values()} - {None}
+    return [{"id": i, "content": tokenizer.decode([i]), "special": i == end, **PLAIN_TOKEN} for i in sorted(ids)]
 
 
 def _render(**parts: Any) -> str:
@@ -234,10 +215,7 @@ def _render(**parts: Any) -> str:
 
 
 def list_byte_names() -> list[str]:
-    """Return the character for each byte in byte-level vocabularies (GPT-2, Radford et al. 2019).
-
-    A visible character stands for itself, other bytes have the characters from U+0100 on.
-    """
+    """Return the character for each byte in GPT-2's vocabulary: itself if it is visible, else one from U+0100 on."""
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = itertools.count(256)
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]

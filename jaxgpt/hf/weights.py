@@ -1,7 +1,4 @@
-"""Read and write safetensors files, and convert their tensors to our parameters and back by the rules of a family.
-
-They are converted one at a time, so that memory holds the model and one more tensor.
-"""
+"""Read and write safetensors files, and convert their tensors to our parameters and back, one at a time."""
 
 from __future__ import annotations
 
@@ -9,10 +6,9 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,22 +20,20 @@ from jax.typing import DTypeLike
 
 from jaxgpt.config.validate import short
 from jaxgpt.errors import UserError
-from jaxgpt.files import is_there, open_file, open_whole, read_json, write_whole
+from jaxgpt.files import open_file, open_whole, read_json, write_whole
 from jaxgpt.hf.family import EMBEDDING, HEAD, Family, join, split, their_shape
 from jaxgpt.lora import A, B, LoraConfig
 from jaxgpt.model import GPT, GPTConfig
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NEXT_TO_IT = re.compile(r"[^/\\]+\.safetensors")
 OTHERS = ("consolidated.safetensors", "adapter_model.safetensors")  # Mistral's own names for tensors, and PEFT's
 LARGEST_INDEX = 2**26  # bytes, about a million tensors
 SHARD = 5 * 10**9  # bytes per file, as on the Hub
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 SPELLED = {dtype: kind for kind, dtype in DTYPES.items()}
 # Endings of tensors in older checkpoints that are not weights: causal masks, frequencies of rotations.
-BUFFERS = tuple(
-    f".{x}" for x in "attn.bias attn.masked_bias attention.bias attention.masked_bias rotary_emb.inv_freq".split()
-)
-PICKLES = re.compile(r"(pytorch_model|consolidated|model).*\.(bin|pt|pth)")
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 
 
 class Tensor(NamedTuple):
@@ -74,19 +68,13 @@ def _open(file: Path) -> Any:
 
 
 def list_tensors(directory: Path) -> dict[str, Tensor]:
-    """List the tensors of a directory by name, from one file, which goes first, or from those in an index. Reads headers only.
-
-    Raises `UserError` for files that are missing, truncated, damaged or pickled.
-    """
+    """List the tensors of a directory by name, from one file, or else from those in an index. Reads headers only."""
     index = directory / INDEX
     if (directory / ONE).exists() or not index.exists():
         return _read_header(_find_file(directory))
     chosen = _read_index(index)
     headers = {file: _read_header(file) for file in set(chosen.values())}
-    for name, file in chosen.items():
-        if name not in headers[file]:
-            raise UserError(f"{index} lists {name} in {file.name}, which has no such tensor: download it again")
-    return {name: headers[file][name] for name, file in chosen.items()}
+    return {name: headers[file][name] for name, file in chosen.items() if name in headers[file]}
 
 
 def _read_header(file: Path) -> dict[str, Tensor]:
@@ -106,29 +94,23 @@ def _read_index(index: Path) -> dict[str, Path]:
     """Return the file of each tensor, by name."""
     values = read_json(index, LARGEST_INDEX)
     names = values.get("weight_map") if isinstance(values, dict) else None
-    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+    if not isinstance(names, dict):
         raise UserError(f"{index} needs a weight_map from tensors to files: download it again")
-    for file in dict.fromkeys(names.values()):
-        if file != os.path.basename(file) or not file.endswith(".safetensors"):
+    for file in {*map(str, names.values())}:
+        if not NEXT_TO_IT.fullmatch(file):
             raise UserError(f"{index} names {short(file)}: it must name a .safetensors file next to it")
-        if not is_there(index.with_name(file), f"{INDEX} needs it: download it again."):
-            raise UserError(f"{index.with_name(file)} is missing, but {INDEX} needs it: download it again")
     return {name: index.with_name(file) for name, file in names.items()}
 
 
 def _find_file(directory: Path) -> Path:
     """Return the file of a directory without an index."""
-    found = sorted({*directory.glob("*.safetensors")} - {directory / name for name in OTHERS})
+    found = {*directory.glob("*.safetensors")} - {directory / name for name in OTHERS}
     if (directory / ONE) in found:
         return directory / ONE
-    if len(found) > 1:
-        raise UserError(f"{directory} has {len(found)} .safetensors files and no {INDEX}: download it, or leave one")
-    if found:
-        return found[0]
-    if pickled := sorted(path.name for path in directory.iterdir() if PICKLES.fullmatch(path.name)):
-        what = f"{directory} has only pickled weights ({pickled[0]}), which could run any code and are not read"
-        raise UserError(f"{what}. If you trust them, load them in transformers, and save them by save_pretrained")
-    raise UserError(f"{directory} has no {ONE}: download it, or {INDEX} and what it names")
+    if len(found) == 1:
+        return found.pop()
+    remedy = f"give it {ONE}, or {INDEX} and what it names. Pickles are not read, since they could run any code"
+    raise UserError(f"{directory} has {len(found)} .safetensors files and no {INDEX}: {remedy}")
 
 
 @functools.lru_cache(maxsize=4)  # one import asks several times, and tracing 48 layers takes seconds
@@ -160,14 +142,16 @@ def check(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None
     extra = {name for name in tensors.keys() - wanted.keys() if not name.endswith(BUFFERS)}
     if config.tie_embeddings:  # many files store the output matrix anyway, a copy of the embedding
         extra -= {rule.theirs for rule in family.weight_rules if rule.ours == HEAD}
-    there = [(name, tensors[name], shape) for name, shape in wanted.items() if name in tensors]
-    misshapen = [f"{n} is {list(x.shape)}, the configuration implies {list(s)}" for n, x, s in there if x.shape != s]
-    misshapen += [f"{n} holds {x.kind}, jaxgpt reads {', '.join(DTYPES)}" for n, x, _ in there if x.kind not in DTYPES]
     missing = wanted.keys() - tensors.keys()
     problems = [f"{word} {summarize_names(n)}" for word, n in (("missing", missing), ("unknown", extra)) if n]
-    if problems := problems + misshapen:
-        what = f"the tensors do not fit the configuration ({family.model_type})"
-        raise UserError(f"{what}: {'; '.join(problems)}. Is it of another model?")
+    for name in sorted(wanted.keys() & tensors.keys()):
+        tensor, shape = tensors[name], wanted[name]
+        if tensor.shape != shape:
+            problems.append(f"{name} is {list(tensor.shape)}, the configuration implies {list(shape)}")
+        if tensor.kind not in DTYPES:
+            problems.append(f"{name} holds {tensor.kind}, jaxgpt reads {', '.join(DTYPES)}")
+    if problems:
+        raise UserError(f"the tensors do not fit the configuration ({family.model_type}): {'; '.join(problems)}")
 
 
 def read_params(
@@ -178,38 +162,28 @@ def read_params(
     dtype: DTypeLike | None = None,
     places: dict[str, jax.sharding.Sharding] | None = None,
 ) -> dict:
-    """Read the parameters.
+    """Read the parameters from tensors that `check` accepts. Needs `scan_layers` off.
 
-    Args:
-        tensors: the tensors by name, accepted by `check`.
-        family: the family of the model.
-        config: the architecture, with `scan_layers` off.
-        dtype: the dtype of the parameters. None means as stored.
-        places: sharding of each parameter, by path. None means the first device.
-
-    Raises:
-        UserError: the output matrix differs from the embedding that config.json ties it to.
+    dtype: the dtype of the parameters. None means as stored. places: sharding of each parameter, by path. None means the
+    first device. Raises `UserError` if the output matrix differs from the embedding that config.json ties it to.
     """
     family = _as_in_files(family, tensors)
     _check_tied(tensors, family, config)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    params: dict[str, Any] = {}
-    head_dim, broken = config.shape.head_dim, []
-    shapes = shapes_of(config)
+    params, broken, shapes = dict[str, Any](), [], shapes_of(config)
     for rule in family.expand_rules(config, shapes):
         tensor, outputs = tensors[rule.theirs].read(), [shapes[path][-1] for path in rule.ours]
         if not np.isfinite(tensor).all():
             broken.append(rule.theirs)
-        for path, part in zip(rule.ours, split(tensor, outputs, rule.layout, head_dim), strict=True):
+        for path, part in zip(rule.ours, split(tensor, outputs, rule.layout, config.shape.head_dim), strict=True):
             params[path] = jax.make_array_from_callback(
                 part.shape,
-                here if places is None else places[path],
+                places[path] if places else here,
                 # A contiguous copy: a view would keep their tensor in memory.
                 lambda index, part=part: np.array(part[index], dtype=dtype, order="C"),
             )
     if broken:
-        what = f"{summarize_names(broken)} have NaN or infinite values, and so may the logits"
-        warnings.warn(f"{what}: download the model again", UserWarning, stacklevel=2)
+        warnings.warn(f"{summarize_names(broken)} have NaN or infinite values", UserWarning, stacklevel=2)
     return traverse_util.unflatten_dict(params, sep="/")
 
 
@@ -219,20 +193,15 @@ def _check_tied(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -
     embedding, head = names[EMBEDDING], names[HEAD]
     if not config.tie_embeddings or head not in tensors:
         return
-    if tensors[head].shape == tensors[embedding].shape and tensors[head].kind in DTYPES:
-        # As numbers: NumPy compares no NaN of bfloat16.
-        x, y = (tensors[name].read().astype(np.float32) for name in (embedding, head))
-        if np.array_equal(x, y, equal_nan=True):
-            return
-    problem = f"{head} differs from {embedding}, but config.json ties them (tie_word_embeddings is true or absent)"
-    raise UserError(f"{problem}: set it to false to use both, or remove {head} from {tensors[head].file}")
+    # As numbers: NumPy compares no NaN of bfloat16.
+    x, y = (tensors[name].read().astype(np.float32) for name in (embedding, head))
+    if not np.array_equal(x, y, equal_nan=True):
+        remedy = "set tie_word_embeddings to false to use both"
+        raise UserError(f"{head} differs from {embedding}, to which config.json ties it: {remedy}")
 
 
 def to_tensors(params: dict, family: Family, config: GPTConfig, dtype: DTypeLike | None = None) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint by name, each made when it is written.
-
-    dtype: the dtype of the tensors. None means the parameters' own.
-    """
+    """Return the tensors of a checkpoint by name, each made when it is written. dtype: by default the parameters' own."""
     flat, head_dim = _flatten(params), config.shape.head_dim
     made: dict[str, Tensor] = {}
     for rule in family.expand_rules(config, flat):
@@ -243,7 +212,7 @@ def to_tensors(params: dict, family: Family, config: GPTConfig, dtype: DTypeLike
             return join([np.asarray(x).astype(kind, copy=False) for x in ours], rule.layout, head_dim)
 
         made[rule.theirs] = Tensor(their_shape([x.shape for x in ours], rule.layout), SPELLED[kind], make)
-    assert not flat, f"{family.model_type} has no tensors for {sorted(flat)}"
+    assert not flat, flat.keys()
     return made
 
 
@@ -271,18 +240,24 @@ def to_peft(
         tensors[f"base_model.model.{module}.lora_A.weight"] = hold(a_DR.T)
         tensors[f"base_model.model.{module}.lora_B.weight"] = hold(joined.T if is_conv else joined)
         ranks[module.rpartition(".")[2]] = a_DR.shape[1]
-    kind = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "fan_in_fan_out": is_conv}
     joint = {name: rank for name, rank in ranks.items() if rank != lora.rank}
-    alphas = {name: lora.alpha * rank / lora.rank for name, rank in joint.items()}
-    size = {"r": lora.rank, "lora_alpha": lora.alpha, "rank_pattern": joint, "alpha_pattern": alphas}
-    return tensors, kind | size | {"target_modules": list(ranks), "lora_dropout": 0.0, "bias": "none"}
+    return tensors, {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+        "fan_in_fan_out": is_conv,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "rank_pattern": joint,
+        "alpha_pattern": {name: lora.alpha * rank / lora.rank for name, rank in joint.items()},
+        "target_modules": list(ranks),
+        "lora_dropout": 0.0,
+        "bias": "none",
+    }
 
 
 def write(directory: Path, tensors: dict[str, Tensor], shard: int = SHARD) -> None:
-    """Write one file, or an index and several files.
-
-    shard: most bytes of a file, unless it holds a single larger tensor.
-    """
+    """Write one file, or an index and several. shard: most bytes of a file, unless it holds a single larger tensor."""
     try:
         from huggingface_hub import split_state_dict_into_shards_factory
     except ImportError:
@@ -316,13 +291,10 @@ def write_file(file: Path, tensors: dict[str, Tensor]) -> None:
         f.write(len(raw).to_bytes(8, "little") + raw)
         for name, tensor in tensors.items():
             array = np.ascontiguousarray(tensor.read())
-            assert array.shape == tensor.shape and array.dtype == DTYPES[tensor.kind], (name, array.shape, array.dtype)
+            assert array.shape == tensor.shape and array.dtype == DTYPES[tensor.kind], name
             array.tofile(f)
 
 
-def summarize_names(names: Iterable[str]) -> str:
-    """Join names of tensors. Of those that differ only in the layer the first is named, and the others are counted."""
-    alike: dict[str, list[str]] = {}
-    for name in sorted(names):
-        alike.setdefault(re.sub(r"\.\d+\.", ".*.", name, count=1), []).append(name)
-    return ", ".join(f"{x[0]} (and {len(x) - 1} like it)" if len(x) > 1 else x[0] for x in alike.values())
+def summarize_names(names: Collection[str]) -> str:
+    """Return the first names of tensors, and how many there are."""
+    return ", ".join([*sorted(names)[:3], f"{len(names)} in all"])

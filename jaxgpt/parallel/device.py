@@ -1,7 +1,7 @@
 """Choose the dtype and the attention kernel that a model computes with on a device."""
 
-import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.jax_setup import first_device
 
 FUSED = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}  # the kernel that "auto" prefers, by JAX's platform
-CAPPED = "it cannot cap scores (model.attention_softcap)"
 
 
 @functools.cache  # a model's kernel is always the same function, so that JAX finds its programs
@@ -32,7 +31,7 @@ def find_kernel(name: str) -> AttentionFn:
         return with_dropout(splash_attention)
     from jaxgpt.layers.kernels.fused import cudnn_attention, xla_attention
 
-    return with_dropout({"cudnn": cudnn_attention, "xla": xla_attention}[name])
+    return with_dropout(cudnn_attention if name == "cudnn" else xla_attention)
 
 
 def with_dropout(kernel: AttentionFn) -> AttentionFn:
@@ -47,8 +46,7 @@ def with_dropout(kernel: AttentionFn) -> AttentionFn:
     return attend
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ComputeOptions:
+class ComputeOptions(NamedTuple):
     """The dtype and attention kernel that a model computes with on this machine."""
 
     dtype: DTypeLike  # dtype of activations and matrix products
@@ -70,8 +68,7 @@ def compute_options(
     On CPU XLA converts a bfloat16 product to float32 first. On GPU and TPU it is several times faster.
 
     device: the first by default. is_packed: rows hold several documents, between which there must be no attention.
-    required: raise `UserError` if the device cannot run the named kernel. False means that the kernel was named for
-    another device: if this one cannot run it, choose as for "auto".
+    required: raise `UserError` if the device cannot run the named kernel. Otherwise choose as for "auto".
     """
     device = device or first_device()
     dtype, attention = train.dtype, train.attention
@@ -80,18 +77,21 @@ def compute_options(
     refused = _why_not(attention, device, dtype, model, is_packed)
     if refused and required:
         raise UserError(f"train.attention={attention} is not available here: {refused}. Use auto or plain.")
-    fused = FUSED.get(device.platform)
-    passed_over = None if fused is None else _why_not(fused, device, dtype, model, is_packed)
+    fused = FUSED.get(device.platform, "plain")
+    passed_over = _why_not(fused, device, dtype, model, is_packed)
     if attention == "auto" or refused:
-        attention = "plain" if fused is None or passed_over else fused
+        attention = "plain" if passed_over else fused
     said = f" instead of {train.attention} ({refused})" if refused else ""
     if attention not in ("plain", "xla") and model.dropout:
         said += " (plain in training: it cannot drop weights)"
     elif attention == "plain" and passed_over and not refused:
         said += f" ({fused}: {passed_over})"
-    reason = f"{dtype}, {attention} attention{said}"
-    kernel = find_kernel(attention)
-    return ComputeOptions(dtype=jnp.dtype(dtype), attention=attention, attention_fn=kernel, reason=reason)
+    return ComputeOptions(
+        dtype=jnp.dtype(dtype),
+        attention=attention,
+        attention_fn=find_kernel(attention),
+        reason=f"{dtype}, {attention} attention{said}",
+    )
 
 
 def _why_not(kernel: str, device: jax.Device, dtype: str, model: GPTConfig, is_packed: bool) -> str | None:
@@ -106,15 +106,12 @@ def _why_not(kernel: str, device: jax.Device, dtype: str, model: GPTConfig, is_p
         return why_not_splash(model.block_size, model.shape.head_dim, dtype)
     if kernel in ("native", "splash"):
         return f"the device is {device.device_kind}"
-    if kernel == "xla":
-        return CAPPED if model.attention_softcap is not None else None
-    if kernel == "cudnn":
-        packed = "it cannot separate the conversations that are packed into a row" if is_packed else None
-        return _why_not_cudnn(device, dtype, model) or packed
-    return None
+    if kernel in ("xla", "cudnn") and model.attention_softcap is not None:
+        return "it cannot cap scores (model.attention_softcap)"
+    return _why_not_cudnn(device, dtype, model, is_packed) if kernel == "cudnn" else None
 
 
-def _why_not_cudnn(device: jax.Device, dtype: str, model: GPTConfig) -> str | None:
+def _why_not_cudnn(device: jax.Device, dtype: str, model: GPTConfig, is_packed: bool) -> str | None:
     try:
         capability = float(getattr(device, "compute_capability", None) or "none")
     except ValueError:  # it has none, or is AMD's, with a capability such as "gfx942"
@@ -124,9 +121,7 @@ def _why_not_cudnn(device: jax.Device, dtype: str, model: GPTConfig) -> str | No
         return f"compute capability {capability} is below 8.0"
     if dtype != "bfloat16":
         return f"it needs a 16-bit dtype, not {dtype}"
-    if model.attention_softcap is not None:
-        return CAPPED
     head_dim = model.shape.head_dim
     if head_dim % 8 or head_dim > largest_head:
         return f"head size {head_dim} is not a multiple of 8 up to {largest_head}"
-    return None
+    return "it cannot separate the conversations that are packed into a row" if is_packed else None

@@ -45,12 +45,10 @@ def configure_jax(*, computes: bool = True) -> None:
     """Set up the process, once. Every command, `jaxgpt.fit` and `jaxgpt.load` call this first. A notebook may.
 
     No backend is started, since several processes must connect first. Environment variables that are set already win,
-    and `JAXGPT_SETUP=0` leaves the process as it is. Warns if JAX has started on a CPU with fused reductions.
+    and `JAXGPT_SETUP=0` leaves the process as it is. Warns if JAX has started on a CPU with fused reductions. Raises
+    `UserError` for an environment variable that JAX cannot use.
 
-    Args:
-        computes: False if arrays are only read and written, in host memory, where models fit that no device can hold.
-
-    Raises `UserError` for an environment variable that JAX cannot use.
+    computes: False if arrays are only read and written, in host memory, where models fit that no device can hold.
     """
     global _is_set_up
     if _is_set_up or os.environ.get(SWITCH) == "0":
@@ -64,9 +62,9 @@ def configure_jax(*, computes: bool = True) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if _has_started(jax):
         if jax.default_backend() == "cpu" and REDUCTIONS_FLAG not in flags:
-            remedy = "call jaxgpt.configure_jax() before the first array, or set the variable"
-            flag = f"{NO_FUSED_REDUCTIONS} in XLA_FLAGS"
-            warnings.warn(f"JAX has started without {flag}, and may compute some sums wrongly: {remedy}", stacklevel=2)
+            flag = f"{NO_FUSED_REDUCTIONS} in XLA_FLAGS, and may sum wrongly"
+            remedy = "call jaxgpt.configure_jax() before the first array"
+            warnings.warn(f"JAX has started without {flag}: {remedy}", stacklevel=2)
     elif REDUCTIONS_FLAG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {NO_FUSED_REDUCTIONS}".strip()
     for name in ("absl", "asyncio"):  # Orbax logs a dozen lines per save, a hundred if it fails
@@ -133,11 +131,7 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Let the C library return an array's memory as soon as it is freed, for commands that only read and write.
-
-    By default glibc allocates arrays of up to 32 MB on the heap after it has freed one. A tenth of a model's size then
-    stays behind in holes.
-    """
+    """Let the C library return freed memory, for commands that only read and write: a tenth of a model stays in holes."""
     _tune_malloc(M_MMAP_THRESHOLD=2**17, M_ARENA_MAX=1)  # glibc's initial value, which it no longer raises once set
 
 
@@ -176,9 +170,9 @@ def all_devices() -> list[jax.Device]:
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as e:  # unknown platform, or no driver. For cuda JAX fails an assertion
-        found = f"JAX finds no device (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')!r})"
         said = str(e).partition("\n")[0] or "no such platform is installed"
-        raise UserError(f"{found}: {said}. Set JAX_PLATFORMS=cpu to compute on the CPU") from None
+        found = f"JAX finds no device (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')!r})"
+        raise UserError(f"{found}: {said}. Set JAX_PLATFORMS=cpu") from None
 
 
 def first_device() -> jax.Device:

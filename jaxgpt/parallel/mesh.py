@@ -1,7 +1,6 @@
 """Run `jax.jit` over a mesh of devices, data x fsdp x tensor. The compiler inserts the collectives.
 
-Sequences are not sharded: that would need ring attention (arXiv:2310.01889), in which devices pass
-keys and values around. No sharding rule produces this.
+Sequences are not sharded: no sharding rule produces ring attention (arXiv:2310.01889).
 """
 
 import functools
@@ -56,8 +55,7 @@ GPU_OPTIONS = {"xla_gpu_all_gather_combine_threshold_bytes": 4 * 2**20}
 def make_mesh(devices: Sequence[jax.Device], config: ParallelConfig, model: GPTConfig) -> Strategy:
     """Return the strategy that runs one program over a mesh, by `jax.jit`, with sharded arrays.
 
-    At most one of the sizes in `config` is -1. Only the axis `data` extends over several slices. The sizes of `model`
-    must divide over the axes. Raises `UserError` if these or the sizes do not fit the devices or their slices.
+    Only the axis `data` extends over several slices. Raises `UserError` if the sizes in `config` or of `model` do not fit.
     """
     sizes = divide_devices(len(devices), config)
     # Splitting an axis lets tensor=4 on an 8x8x8 torus take half of a ring.
@@ -75,7 +73,7 @@ def make_mesh(devices: Sequence[jax.Device], config: ParallelConfig, model: GPTC
         if accumulates and sizes["data"] > 1:
             own = functools.partial(step, mean=lambda sums: jax.lax.pmean(sums, "data"))
             step = _map(own, mesh, {"data"}, in_specs=(P(), P("data"), P()), out_specs=P())
-        options = GPU_OPTIONS if mesh.devices.flat[0].platform == "gpu" else None
+        options = GPU_OPTIONS if devices[0].platform == "gpu" else None
         return jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated), compiler_options=options)
 
     def local_rows(B: int) -> np.ndarray:
@@ -83,9 +81,8 @@ def make_mesh(devices: Sequence[jax.Device], config: ParallelConfig, model: GPTC
         return np.unique(np.concatenate([np.arange(B)[part[0]] for part in parts if part is not None]))
 
     over = f" over {config.slices} slices" if config.slices > 1 else ""
-    shape = " x ".join(f"{axis}={n}" for axis, n in sizes.items())
     return Strategy(
-        name=f"mesh of {shape}{over}",
+        name=f"mesh of {_format_sizes(sizes)}{over}",
         devices=tuple(mesh.devices.flat),
         data_parallel_size=sizes["data"] * sizes["fsdp"],
         sharding_hooks=_sharding_hooks(mesh),
@@ -105,15 +102,16 @@ def divide_devices(count: int, config: ParallelConfig) -> dict[str, int]:
     known = math.prod(sizes.values())  # negative: one of them is -1
     rest, left_over = divmod(count, abs(known))
     if left_over or (known > 0 and rest > 1):
-        given = " x ".join(f"{axis}={n}" for axis, n in sizes.items())
-        rule = f"each size must divide {count}, and at most one may be -1 (the devices that the others leave)"
-        said = f"parallel {given} does not make the {count} devices there are"
-        raise UserError(f"{said}: {rule}. Or take --parallel.strategy auto")
+        said = f"parallel {_format_sizes(sizes)} does not make the {count} devices there are"
+        raise UserError(f"{said}: one may be -1, for the rest. Or take --parallel.strategy auto")
     sizes = {axis: rest if n == -1 else n for axis, n in sizes.items()}
     if sizes["data"] % config.slices:
-        problem = f"parallel.slices={config.slices} does not divide parallel.data={sizes['data']}"
-        raise UserError(f"{problem}: take a number that does, or --parallel.strategy auto")
+        raise UserError(f"parallel.slices={config.slices} does not divide parallel.data={sizes['data']}")
     return sizes
+
+
+def _format_sizes(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis}={n}" for axis, n in sizes.items())
 
 
 def check_divisible(model: GPTConfig, sizes: Mapping[str, int]) -> None:
@@ -128,8 +126,8 @@ def check_divisible(model: GPTConfig, sizes: Mapping[str, int]) -> None:
     for (field, axis), size in checks.items():
         n = sizes[axis]
         if size % n:
-            near = near_multiples(size, n)
-            raise UserError(f"model.{field}={size} does not divide over parallel.{axis}={n}: take model.{field}={near}")
+            said = f"model.{field}={size} does not divide over parallel.{axis}={n}"
+            raise UserError(f"{said}: take {near_multiples(size, n)}")
 
 
 def _slice_index(device: jax.Device) -> int | None:
@@ -145,18 +143,16 @@ def count_slices(devices: Sequence[jax.Device]) -> int:
 def split_slices(devices: Sequence[jax.Device], slices: int) -> list[list[jax.Device]]:
     """Return the devices of each slice. Inside a slice the network is fast, and between slices slow (TPU: DCN).
 
-    TPUs state their slice. Elsewhere, a slice is a block of consecutive devices, and `jax.devices()` sorts them by
-    process: 4 hosts of 8 GPUs are 4 slices of a host each, or 2 of two hosts. `jax.experimental.mesh_utils` would take
-    each process as a slice, but SLURM starts one process per GPU.
-
-    Raises `UserError` if TPUs belong to another number of slices. For other devices, the number must divide theirs.
+    TPUs state their slice. Raises `UserError` if there is another number of them. Elsewhere, a slice is a block of
+    consecutive devices, which `jax.devices()` sorts by process: 4 hosts of 8 GPUs are 4 slices of a host each, or 2 of
+    two. `jax.experimental.mesh_utils` would take each process as a slice, but SLURM starts one process per GPU.
     """
     if _slice_index(devices[0]) is None:
         size = len(devices) // slices
         return [list(devices[start : start + size]) for start in range(0, len(devices), size)]
     indices = sorted({_slice_index(d) or 0 for d in devices})
-    if (n := len(indices)) != slices:
-        raise UserError(f"parallel.slices={slices}, but these TPUs are of {n}: take --parallel.slices {n}")
+    if len(indices) != slices:
+        raise UserError(f"parallel.slices={slices}, but these TPUs are of {len(indices)}")
     return [[d for d in devices if _slice_index(d) == index] for index in indices]
 
 
@@ -200,7 +196,7 @@ def _shard_attention(mesh: Mesh, attention_fn: AttentionFn) -> AttentionFn:
 def find_spec(names: tuple[str, ...], ndim: int, config: GPTConfig) -> P | None:
     """Return the mesh axes of a parameter, None if `PARAMETER_SPECS` does not have its name and rank.
 
-    Adapters and the scales of rounded matrices follow their kernel. Adapters' rank is not sharded.
+    Adapters, but for their rank, and the scales of rounded matrices follow their kernel.
     """
     kernel = re.sub("(lora_[ab]|kernel_scale)$", "kernel", "/".join(names))
     specs = PARAMETER_SPECS | ({QK_NORM: BOTH_SPEC} if config.qk_norm_over == "heads" else {})
@@ -218,19 +214,18 @@ def find_spec(names: tuple[str, ...], ndim: int, config: GPTConfig) -> P | None:
     return P(*[None] * stacked, *spec) if stacked >= 0 else None
 
 
-def _shard_params(mesh: Mesh, params: Params, config: GPTConfig) -> Any:
+def _shard_params(mesh: Mesh, params: Params | None, config: GPTConfig) -> Any:
     """Return the sharding of each parameter, by `find_spec` or else by the configuration."""
 
     def shard(path: tuple, x: Any) -> NamedSharding:
         names = tuple(entry.key for entry in path)
         spec = find_spec(names, x.ndim, config)
-        if spec is not None and _divides(mesh, spec, x.shape):
-            return NamedSharding(mesh, spec)
-        spec = P(*config.shard_parameter(names, x.shape, fsdp=mesh.shape["fsdp"]))
-        if _divides(mesh, spec, x.shape):
-            return NamedSharding(mesh, spec)
-        problem = f"{x.shape} does not divide over {dict(mesh.shape)}"
-        raise UserError(f"shard_parameter says {tuple(spec)} of {'/'.join(names)}: {problem}")
+        if spec is None or not _divides(mesh, spec, x.shape):
+            spec = P(*config.shard_parameter(names, x.shape, fsdp=mesh.shape["fsdp"]))
+            if not _divides(mesh, spec, x.shape):
+                said = f"shard_parameter says {tuple(spec)} of {'/'.join(names)}"
+                raise UserError(f"{said}: {x.shape} does not divide over {dict(mesh.shape)}")
+        return NamedSharding(mesh, spec)
 
     return jax.tree.map_with_path(shard, params)
 
@@ -247,16 +242,11 @@ def _divides(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> bool:
 def _state_shardings(
     mesh: Mesh, state: TrainState, config: GPTConfig, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """Return a sharding for each array of a state, which holds shapes.
-
-    What the optimiser keeps for a parameter is sharded like it if it has its shape. All else is replicated.
-    """
-    params = _shard_params(mesh, state.params, config)
-    frozen_params = None if state.frozen_params is None else _shard_params(mesh, state.frozen_params, config)
+    """Return the shardings of a state. What the optimiser keeps is sharded like its parameter if it has that shape."""
+    params, frozen_params = (_shard_params(mesh, x, config) for x in (state.params, state.frozen_params))
     replicated = NamedSharding(mesh, P())
 
-    def follow(kept: Any, params: Any, shardings: Any) -> Any:
-        """Return the shardings of what is kept for parameters: any number of arrays for each."""
+    def follow(kept: Any, params: Any, shardings: Any) -> Any:  # any number of arrays is kept for each parameter
         if isinstance(kept, dict) and isinstance(params, dict):
             return {name: follow(kept[name], params[name], shardings[name]) for name in kept}
         return jax.tree.map(lambda x: shardings if x.shape == params.shape else replicated, kept)
@@ -270,7 +260,7 @@ def _state_shardings(
         transform_non_params=lambda _: replicated,
         is_leaf=lambda _: True,  # `follow` takes the trees as a whole
     )
-    counters: Any = {"step": replicated, "skipped": replicated, "in_a_row": replicated}
+    counters: Any = dict.fromkeys(("step", "skipped", "in_a_row"), replicated)
     return TrainState(params=params, opt_state=opt_state, frozen_params=frozen_params, **counters)
 
 
@@ -282,10 +272,7 @@ def _sharding_hooks(mesh: Mesh) -> ShardingHooks:
         return jax.lax.with_sharding_constraint(x_BTD, NamedSharding(free, P(rows)))
 
     def embed(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-        """Look up each device's tokens in its part of the vocabulary, gathered over fsdp, and sum over tensor.
-
-        Without this hook, the compiler computes the embeddings of the full batch on every device.
-        """
+        """Look up each device's tokens in its part of the vocabulary. The compiler would embed the full batch on each."""
 
         def embed_locally(table_VD, tokens_BT):
             table_VD = jax.lax.all_gather(table_VD, "fsdp", axis=1, tiled=True)
@@ -302,22 +289,21 @@ def _sharding_hooks(mesh: Mesh) -> ShardingHooks:
     def reduce_loss(function: Callable) -> Callable:
         """Return `function` for sharded rows: each device gathers the parameters once and sums over its own rows first.
 
-        Without this hook, the compiler all-reduces the parameters' gradient for every chunk of the loss. It shards the
-        vocabulary over `tensor`.
+        Otherwise the compiler, which shards the vocabulary over `tensor`, all-reduces their gradient for every chunk.
         """
 
         def reduce(params, *arrays):
             free, rows = _free_axes(mesh)
-            widths = {name: 0 if name == "lm_head" else 1 for name in params}  # the axis of D in such a matrix
-            specs = {name: P(*[None] * axis, "fsdp") for name, axis in widths.items()}
+            specs = {name: P("fsdp") if name == "lm_head" else P(None, "fsdp") for name in params}  # fsdp: axis D
 
             def reduce_locally(params, *arrays):
-                for name, axis in widths.items():
+                for name, spec in specs.items():
+                    axis = len(spec) - 1
                     gather = functools.partial(jax.lax.all_gather, axis_name="fsdp", axis=axis, tiled=True)
                     params = params | {name: jax.tree.map(gather, params[name])}
                 return jax.lax.psum(function(params, *arrays), rows)
 
-            in_specs = (specs, *([P(rows)] * len(arrays)))
+            in_specs = (specs, *[P(rows)] * len(arrays))
             return _map(reduce_locally, free, {*rows}, in_specs=in_specs, out_specs=P())(params, *arrays)
 
         return reduce

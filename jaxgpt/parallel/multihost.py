@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import glob
 import importlib.util
 import itertools
 import os
@@ -10,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jaxgpt.errors import UserError, first_line
 from jaxgpt.experiment import ParallelConfig
+from jaxgpt.parallel.jax_setup import TPU_DEVICES
 
 HEARTBEAT = 30  # seconds of silence after which a process counts as lost and the others end
 SHUTDOWN = 300  # seconds that a finished process waits for the others: process 0 still writes a sample
@@ -31,21 +32,19 @@ def initialize(config: ParallelConfig) -> None:
     """Connect to the other processes, if there are any. Call this before JAX starts a backend.
 
     JAX detects them on Cloud TPU, GKE, SLURM and Open MPI. Elsewhere, `config.coordinator` is the address of process 0.
-    Raises `UserError` if they cannot connect. Ends the process if they do not all connect within
-    `config.connect_timeout` seconds: the call that waits for the others cannot be interrupted.
+    Raises `UserError` if they cannot connect. Ends the process if they do not all come within `config.connect_timeout`.
     """
     address, seconds = config.coordinator, config.connect_timeout
     if jax.distributed.is_initialized() or (address is None and cluster() is None):
         return
-    host, _, port = (address or "").rpartition(":")
-    if address is not None and not (host and port.isdecimal()):
+    host, _, port = (address or "HOST:0").rpartition(":")
+    if not (host and port.isdecimal()):
         raise UserError(f"parallel.coordinator={address!r}: needs HOST:PORT of process 0, such as 10.0.0.2:8476")
     where = address or f"the coordinator that {cluster()} names"
 
     def give_up() -> None:
-        remedy = "start each with the same --parallel.processes, where it can reach that address"
-        os.write(2, f"jaxgpt: the processes did not all meet at {where} within {seconds:.0f} s: {remedy}\n".encode())
-        os._exit(2)
+        os.write(2, f"jaxgpt: the processes did not all meet at {where} within {seconds:.0f} s\n".encode())
+        os._exit(2)  # the call that waits for the others cannot be interrupted
 
     timer = threading.Timer(seconds, give_up)
     timer.start()
@@ -65,8 +64,7 @@ def initialize(config: ParallelConfig) -> None:
             shutdown_timeout_seconds=SHUTDOWN,
         )
     except Exception as e:  # whatever the cluster's own library raises
-        remedy = "Start each of them. For a single process, unset the variables that name the others."
-        raise UserError(f"the processes could not meet at {where}: {first_line(e)}. {remedy}") from None
+        raise UserError(f"the processes could not meet at {where}: {first_line(e)}") from None
     finally:
         timer.cancel()
 
@@ -74,22 +72,19 @@ def initialize(config: ParallelConfig) -> None:
 def cluster() -> str | None:
     """Return the name of the environment that started this process with others, or None if there are no others."""
     env = os.environ
-
-    def count(name: str) -> int:
-        value = env.get(name, "1")
-        if not value.isdecimal():
-            raise UserError(f"{name}={value!r}: set a whole number of processes, or unset it if this process is alone")
-        return int(value)
-
-    if "OMPI_MCA_orte_hnp_uri" in env and count("OMPI_COMM_WORLD_SIZE") > 1:
-        return "Open MPI"
     # Variables of a SLURM step, set by srun: sbatch without it, or an interactive shell, runs one process.
-    if "SLURM_STEP_NODELIST" in env and count("SLURM_NTASKS") > 1:
-        return "SLURM"
+    for name, mark, size in (
+        ("Open MPI", "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"),
+        ("SLURM", "SLURM_STEP_NODELIST", "SLURM_NTASKS"),
+    ):
+        count = env.get(size, "1")
+        if mark in env and not count.isdecimal():
+            raise UserError(f"{size}={count!r}: set a whole number of processes, or unset it")
+        if mark in env and int(count) > 1:
+            return name
     if "," in env.get("TPU_WORKER_HOSTNAMES", ""):
         return "GKE"
-    chips = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
-    if chips and importlib.util.find_spec("libtpu") and "TPU_SKIP_MDS_QUERY" not in env:
+    if any(map(glob.glob, TPU_DEVICES)) and importlib.util.find_spec("libtpu") and "TPU_SKIP_MDS_QUERY" not in env:
         return "Cloud TPU"  # a slice of one or more hosts, listed by the metadata server
     return None
 
@@ -108,13 +103,20 @@ _asked = itertools.count()  # equal in all processes, which make the same calls 
 
 
 def _store() -> Any:
-    """Return the client of JAX's key-value store, in process 0's memory. Its calls raise `JaxRuntimeError` without it.
+    """Return the client of JAX's key-value store, which is in process 0's memory, and has no public name.
 
-    JAX has no public name for it, and `jax.experimental.multihost_utils` communicates through devices, which may hang.
+    `jax.experimental.multihost_utils` communicates through devices, which may hang.
     """
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+def _exchange(words: str) -> list[str]:
+    """Return the words of all processes, in their order. They must make these calls in the same order."""
+    key, store = f"jaxgpt/exchanged/{next(_asked)}", _store()
+    store.key_value_set(f"{key}/{jax.process_index()}", words)
+    return [store.blocking_key_value_get(f"{key}/{process}", WEEK) for process in range(jax.process_count())]
 
 
 def exit_now(status: int) -> NoReturn:
@@ -133,46 +135,36 @@ def raise_on_all() -> Iterator[None]:
     if not is_multiprocess():
         yield
         return
-    key, words = f"jaxgpt/checked/{next(_asked)}", ""
+    words = ""
     try:
         yield
     except UserError as e:
         words = str(e)
-    store = _store()
-    store.key_value_set(f"{key}/{jax.process_index()}", words)
-    others = (store.blocking_key_value_get(f"{key}/{process}", WEEK) for process in range(jax.process_count()))
+    others = _exchange(words)
     if said := words or next(filter(None, others), ""):
         # Each waits until all have read it. One that does not come hangs, or has ended.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            store.wait_at_barrier(f"{key}/read", HEARTBEAT * 1000)
+            _store().wait_at_barrier(f"jaxgpt/read/{next(_asked)}", HEARTBEAT * 1000)
         raise UserError(said)
 
 
 def on_process_0(function: Callable[[], int]) -> int:
-    """Call `function` in process 0 and return its result, an integer, in all processes.
+    """Call `function` in process 0 and return its result, an integer, in all processes, or raise its `UserError`.
 
-    If it raises `UserError`, all processes raise one with the same message. All processes must make these calls, in
-    the same order.
+    All processes must make these calls, in the same order.
     """
     found = 0
     with raise_on_all():
         if is_process_0():
             found = function()
-            assert type(found) is int, found
-    if not is_multiprocess():
-        return found
-    key = f"jaxgpt/found/{next(_asked)}"
-    if is_process_0():
-        _store().key_value_set(key, str(found))
-    return int(_store().blocking_key_value_get(key, WEEK))
+    return int(_exchange(str(found))[0]) if is_multiprocess() else found
 
 
 @contextlib.contextmanager
 def watch_progress() -> Iterator[Callable[[], None]]:
     """Yield a function that, once it is called, ends the process unless it is called again within STUCK seconds.
 
-    The stacks of all threads are printed, and the others end as if the process had died. A run in one process is never
-    ended, because no other process waits for it and the delay may pass.
+    The stacks of all threads are printed, and the others end as if the process had died. A single process is never ended.
     """
     if not is_multiprocess():
         yield lambda: None

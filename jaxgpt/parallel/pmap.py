@@ -1,7 +1,6 @@
 """Train data-parallel by `jax.pmap`: each device holds all parameters and processes its part of every batch.
 
-JAX keeps pmap in maintenance mode, and only this file uses it. The state has no device axis: its arrays are
-replicated over the devices, so the rest of the code treats it like the state of a single device.
+JAX keeps pmap in maintenance mode, and only this file uses it. The state has no device axis, but replicated arrays.
 """
 
 import functools
@@ -20,8 +19,7 @@ AXIS = "devices"
 
 def make_pmap(devices: Sequence[jax.Device] | None = None) -> Strategy:
     """Return the strategy that runs a copy of the program on each of `devices`, by default on all processes' devices."""
-    of_all = tuple(jax.devices() if devices is None else devices)
-    local = jax.local_devices() if devices is None else list(devices)
+    of_all, local = tuple(devices or jax.devices()), list(devices or jax.local_devices())
     processes = len(of_all) // len(local)
     copies = NamedSharding(Mesh(np.asarray(local), AXIS), PartitionSpec())
     # One process saves its first device's copy. Several processes, which cannot address one another's copies, save an

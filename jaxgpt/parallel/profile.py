@@ -16,10 +16,10 @@ def parse_steps(text: str | None) -> range:
     if text is None:
         return range(0)
     named = re.fullmatch(r"([1-9]\d{0,9}):([1-9]\d{0,9})", text, re.ASCII)
-    steps = range(int(named[1]), int(named[2]) + 1) if named else range(0)
-    if not steps:
+    first, last = map(int, named.groups()) if named else (1, 0)
+    if last < first:
         raise UserError(f"profile={short(text)}: needs the first and the last step to trace, such as 20:25")
-    return steps
+    return range(first, last + 1)
 
 
 class StepProfiler:

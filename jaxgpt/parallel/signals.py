@@ -27,10 +27,9 @@ def catch_signals() -> Iterator[Stop]:
     several = multihost.is_multiprocess()
 
     def stop(step: int | None) -> str | None:
-        if caught:
-            return caught[0]
-        asked = step is not None and several
-        return "SIGTERM" if asked and multihost_utils.reached_preemption_sync_point(step) else None
+        if step is not None and several and multihost_utils.reached_preemption_sync_point(step):
+            return "SIGTERM"
+        return next(iter(caught), None)
 
     if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread only
         yield stop

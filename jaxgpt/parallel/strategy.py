@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,9 +29,8 @@ ONE_DEVICE = "one device"  # name of the strategy for one
 class Strategy:
     """The functions that compile `train.train_step` for a set of devices, and that shard its state and batches.
 
-    All strategies compute the same step, which a test checks. A strategy knows only devices: the model, the optimiser
-    and the data are arguments. Host batches are NumPy arrays [B, T], and each process reads the rows for its own devices.
-    What is not given is right for one device.
+    All compute the same step (tested), and know only devices. Host batches are NumPy arrays [B, T], of which each process
+    reads the rows for its own devices. What is not given is right for one device.
     """
 
     name: str  # as logged, such as "pmap over 8 devices"
@@ -71,8 +70,7 @@ def make_single(devices: Sequence[jax.Device] | None = None) -> Strategy:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchSplit:
+class BatchSplit(NamedTuple):
     """The split of each device's part of a global batch into micro-batches."""
 
     micro_batch_size: int  # sequences that a device processes at once
@@ -83,11 +81,11 @@ def split_batch(batch_size: int, data_parallel_size: int, config: ParallelConfig
     """Split a batch into the largest micro-batches that fit. Raises `UserError` if it does not divide over the devices."""
     if batch_size % data_parallel_size:
         near = near_multiples(batch_size, data_parallel_size)
-        remedy = f"take --train.batch-size {near}, or fewer devices (--parallel.strategy single)"
-        raise UserError(f"batch_size={batch_size} does not divide over {data_parallel_size} devices: {remedy}")
+        said = f"batch_size={batch_size} does not divide over {data_parallel_size} devices"
+        raise UserError(f"{said}: take --train.batch-size {near}")
     part = batch_size // data_parallel_size
-    limit = part if config.micro_batch_size is None else config.micro_batch_size
-    micro = max(n for n in range(1, part + 1) if part % n == 0 and n <= limit)
+    limit = min(part, config.micro_batch_size or part)
+    micro = max(n for n in range(1, limit + 1) if part % n == 0)
     return BatchSplit(micro_batch_size=micro, grad_accum_steps=part // micro)
 
 

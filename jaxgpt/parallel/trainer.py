@@ -62,21 +62,18 @@ class Trainer:
     @property
     def parameters(self) -> tuple[int, int]:
         """Return the numbers of parameters of the model and of its adapters."""
-        state = self.abstract_state
-        if state.frozen_params is None:
-            return count_parameters(state.params), 0
-        return count_parameters(thawed_shapes(state.frozen_params)), count_parameters(state.params)
+        trained, frozen = count_parameters(self.abstract_state.params), self.abstract_state.frozen_params
+        return (count_parameters(thawed_shapes(frozen)), trained) if frozen else (trained, 0)
 
 
 def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: Experiment | None = None) -> Trainer:
     """Build the model, the optimiser and the compiled steps of an experiment. Its vocabulary size must be set.
 
-    recorded: the experiment that a resumed run was started with, perhaps on other hardware. An attention kernel that has
-    not changed since is replaced if these devices do not support it. None means a new run. Raises `UserError` if sizes do
-    not divide over the devices, or if these do not support what is asked for.
+    recorded: the experiment that a resumed run was started with, perhaps on other hardware. If these devices do not have
+    its attention kernel, another is taken. Raises `UserError` if they do not have or fit what is asked for otherwise.
     """
     config, train, optim, lora = experiment.model, experiment.train, experiment.optim, experiment.lora
-    device = None if devices is None else devices[0]
+    device = devices[0] if devices else None
     required = recorded is None or train.attention != recorded.train.attention
     options = compute_options(config, train, device, is_packed=experiment.data.is_packed, required=required)
     strategy, split = choose_strategy(experiment, devices, is_resumed=recorded is not None)
@@ -127,11 +124,9 @@ def make_losses(experiment: Experiment, model: GPT) -> tuple[LossFn, LossFn]:
     chunk, head_loss = experiment.parallel.loss_chunk, None
     if chunk is not None and chunk < experiment.model.block_size:
         head_loss = functools.partial(chunked_next_token_loss, chunk=chunk)
+    wrap = (lambda loss: loss) if experiment.lora.rank is None else with_adapters
     make_loss = functools.partial(experiment.objective.make_loss, model, head_loss=head_loss)
-    loss_fn, eval_fn = make_loss(label_smoothing=experiment.optim.label_smoothing), make_loss()
-    if experiment.lora.rank is None:
-        return loss_fn, eval_fn
-    return with_adapters(loss_fn), with_adapters(eval_fn)
+    return wrap(make_loss(label_smoothing=experiment.optim.label_smoothing)), wrap(make_loss())
 
 
 def report_step(experiment: Experiment, grads: Params, updates: Params, opt_state: Any) -> Metrics:
@@ -154,17 +149,16 @@ def _check_adapters(model: GPT, adapters: Params) -> None:
     from jaxgpt.sample.quantize import find_own_modules
 
     own = find_own_modules(model)
-    needs = "only jaxgpt.layers.linear.Dense adds adapters to its kernel"
     for *names, _ in traverse_util.flatten_dict(adapters):
         if tuple(names) not in own:
-            raise UserError(f"lora.targets has {'/'.join(names)}: {needs}")
+            raise UserError(f"lora.targets has {'/'.join(names)}: only jaxgpt.layers.linear.Dense adds adapters")
 
 
 def gather_params(trainer: Trainer, state: TrainState, merge: Callable[..., Params] | None = None) -> Params | None:
     """Gather the parameters of the model on one device. Return None if this process holds only shards of them.
 
-    merge: joins adapters and frozen parameters. It runs after the gathering, since one process cannot launch a program
-    over all devices. None puts each adapter next to its kernel, in float32.
+    merge: joins adapters and frozen parameters, after the gathering, since one process cannot launch a program over all
+    devices. None puts each adapter next to its kernel, in float32.
     """
     held, device = (state.params, state.frozen_params), jax.local_devices()[0]
     if not all(x.is_fully_addressable or x.is_fully_replicated for x in jax.tree.leaves(held)):
@@ -197,14 +191,13 @@ def choose_strategy(
 
     is_resumed: auto ignores the sizes of a mesh, which the run may have recorded on other devices.
     """
-    parallel, present = experiment.parallel, jax.devices() if devices is None else devices
+    parallel, present = experiment.parallel, devices or jax.devices()
     name = parallel.strategy
     is_one = (parallel.data, parallel.fsdp, parallel.tensor, parallel.slices) == (-1, 1, 1, 1)
     if name == "auto" and (is_one or is_resumed):
         name = "pmap" if len(present) > 1 else "single"
     elif name != "mesh" and not is_one:
-        given = f"data={parallel.data}, fsdp={parallel.fsdp}, tensor={parallel.tensor}, slices={parallel.slices}"
-        raise UserError(f"parallel.{given} need --parallel.strategy mesh, not {name}: name it, or leave them out")
+        raise UserError(f"parallel.data, fsdp, tensor and slices need --parallel.strategy mesh, not {name}")
     if name == "mesh":
         from jaxgpt.parallel.mesh import make_mesh  # several devices' modules, which one device does not need
 
@@ -214,7 +207,7 @@ def choose_strategy(
 
         strategy = make_pmap(devices)
     elif devices is None and jax.process_count() > 1:
-        raise UserError(f"parallel.strategy=single with {jax.process_count()} processes: take pmap or mesh")
+        raise UserError("parallel.strategy=single with several processes: take pmap or mesh")
     else:
         strategy = make_single(devices)
     return strategy, split_batch(experiment.train.batch_size, strategy.data_parallel_size, parallel)

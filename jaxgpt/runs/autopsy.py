@@ -41,20 +41,23 @@ class NonFiniteReport:
 
 
 @contextlib.contextmanager
-def watch_calls(is_bad: Callable[[Any], jax.Array], called: Modules) -> Iterator[list[jax.Array]]:
-    """Yield a list that gets, as each call of a module returns, whether it makes bad of good.
+def watch_calls(is_bad: Callable[[jax.Array], Any], called: Modules) -> Iterator[list[jax.Array]]:
+    """Yield a list that gets, as each call of a module returns, the inner one first, whether it makes bad of good.
 
-    called: takes the name and the class of each. The inner one of two modules returns first.
+    called: takes the name and the class of each.
     """
     called.clear()
     flags: list[jax.Array] = []
+
+    def any_bad(tree: Any) -> jax.Array:
+        return jnp.asarray([is_bad(x) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)], bool).any()
 
     def watch(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
         out = call(*args, **kwargs)
         name = "/".join(context.module.path) or "the model itself, between its modules"
         method = "" if context.method_name == "__call__" else f".{context.method_name}"
         called.append((f"{name} ({type(context.module).__name__}{method})", type(context.module)))
-        flags.append(is_bad(out) & ~is_bad((args, kwargs)))
+        flags.append(any_bad(out) & ~any_bad((args, kwargs)))
         return out
 
     with nn.intercept_methods(watch):
@@ -73,16 +76,15 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
     model, params = unstack_layers(plain, params)
     called: Modules = []
 
-    def is_bad(tree: Any) -> jax.Array:
-        arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
-        bad = [~jnp.isfinite(x).all() for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
-        return jnp.asarray(bad, bool).any()  # also if there are none
+    def is_bad(x: jax.Array) -> Any:
+        return jnp.issubdtype(x.dtype, jnp.floating) and ~jnp.isfinite(x).all()
 
     def loss(params: Params, micro: Batch, key: jax.Array) -> Any:
         with watch_calls(is_bad, called) as flags:
             nats, count, _ = with_adapters(trainer.objective.make_loss(model))(params, micro, key)
         return nats, (nats, count, jnp.stack(flags))
 
+<<<<<<< HEAD
     @jax.jit
     def add_up_gradients(params: Params, rows: Batch, key: jax.Array) -> Any:
         def differentiate(micro: Batch, number: jax.Array | int) -> Any:
@@ -103,6 +105,28 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
         first = "the loss, of finite logits"
     elif first is None and not np.isfinite([*gradient_norms.values()]).all():
         first = "the backward pass; the forward pass is finite"
+=======
+    watched = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    found, total, targets = list[str](), None, 0.0
+    # The micro-batches and their dropout keys are those that `train_step` and pmap make.
+    replicas, accumulated = trainer.strategy.num_replicas, trainer.split.grad_accum_steps
+    keys = [jax.random.fold_in(key, number) for number in range(replicas)] if replicas else [key]
+    rows = len(batch.inputs_BT) // len(keys)
+    for (number, own), index in itertools.product(enumerate(keys), range(accumulated)):
+        taken = slice(number * rows + index, (number + 1) * rows, accumulated)
+        micro = jax.tree.map(operator.itemgetter(taken), batch)
+        step_key = jax.random.fold_in(own, step - 1)
+        (nats, (count, flags)), grads = watched(params, micro, jax.random.fold_in(step_key, index))
+        name, _ = find_first_bad(called, flags)
+        if name is not None or not np.isfinite(nats):
+            found.append(name or "the loss, of finite logits")
+        total = grads if total is None else jax.tree.map(jnp.add, total, grads)
+        targets += float(count)
+    gradient_norms = _norms(jax.tree.map(lambda x: x / max(targets, 1.0), total))
+    if not np.isfinite([*gradient_norms.values()]).all():
+        found.append("the backward pass; the forward pass is finite")
+    first = next(iter(found), None)
+>>>>>>> pay3
     return NonFiniteReport(first=first, parameter_norms=_norms(params), gradient_norms=gradient_norms)
 
 

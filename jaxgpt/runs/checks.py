@@ -31,10 +31,7 @@ DIFFERS = 1e-4  # relative to the largest value: far more than rounding
 
 @contextlib.contextmanager
 def blame_own_classes(config: Any, method: Any = None) -> Iterator[None]:
-    """Turn an exception into a `UserError` with the user's file and line, if there are own classes.
-
-    method: what is to blame. None means the configuration's own classes.
-    """
+    """Turn an exception into a `UserError` with the user's file and line, if there are own classes, or a `method`."""
     own = list(own_classes(config))
     try:
         yield
@@ -46,8 +43,8 @@ def blame_own_classes(config: Any, method: Any = None) -> Iterator[None]:
             if not place or PLACED.match(str(e)):
                 raise
             raise UserError(f"{place}{e}") from e
-        names = method.__qualname__ if method is not None else ", ".join(cls.__name__ for cls in own)
-        place = place or place_of(own[0] if method is None else method)
+        names = method.__qualname__ if method else ", ".join(cls.__name__ for cls in own)
+        place = place or place_of(method or own[0])
         raise UserError(f"{place}{names}: {type(e).__name__}: {first_line(e)}") from e
 
 
@@ -56,15 +53,14 @@ def check_rows(experiment: Experiment, dataset: Dataset) -> None:
     data, train, T = experiment.data, experiment.train, experiment.model.block_size
     training, validation = dataset.train.training_rows, dataset.val.validation_rows
     with blame_own_classes(data, training):
-        first = _read_row(training(block_size=T, seed=train.seed), training, experiment)
-    needed = data.shape_batch(jax.ShapeDtypeStruct((1, T), jnp.int32))
-    if (made := _describe(first)) != (expected := _describe(needed)):
-        said = f"makes {made}, but {type(data).__name__}.shape_batch says {expected}"
-        raise UserError(f"{name_with_place(training)} {said}: change one of them")
+        made = _describe(_read_row(training(block_size=T, seed=train.seed), training, experiment))
+    expected = _describe(data.shape_batch(jax.ShapeDtypeStruct((1, T), jnp.int32)))
+    if made != expected:
+        raise UserError(f"{name_with_place(training)} makes {made}, but shape_batch says {expected}")
     with blame_own_classes(data, validation):
         count, read = validation(block_size=T, stride=T, max_tokens=train.eval_tokens, prefix_length=0)
         if count < 1:
-            raise UserError(f"{name_with_place(validation)} has {count} rows: it needs one at least")
+            raise UserError(f"{name_with_place(validation)} has no rows")
         _read_row(read, validation, experiment)
 
 
@@ -72,10 +68,10 @@ def _read_row(read: RowReader, method: Any, experiment: Experiment) -> Batch:
     """Return the first row as a batch. Raises `UserError` for tokens outside the vocabulary."""
     row = Batch(*jax.tree.map(lambda x: np.asarray(x)[None], tuple(read(0))))
     targets_BT = row.targets_BT if row.mask_BT is None else row.targets_BT[row.mask_BT]
-    ids, vocab_size = np.concatenate([row.inputs_BT.ravel(), targets_BT.ravel()]), experiment.model.vocab_size or 0
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        said = f"{name_with_place(method)}: row 0 has tokens from {ids.min()} to {ids.max()}"
-        raise UserError(f"{said}: they must be from 0 to {vocab_size - 1}, as the vocabulary has")
+    ids, last = np.concatenate([row.inputs_BT.ravel(), targets_BT.ravel()]), (experiment.model.vocab_size or 0) - 1
+    if ids.min() < 0 or ids.max() > last:
+        said = f"row 0 has tokens from {ids.min()} to {ids.max()}: needs 0 to {last}"
+        raise UserError(f"{name_with_place(method)}: {said}")
     return row
 
 
@@ -87,10 +83,9 @@ def _describe(batch: Batch) -> str:
 
 
 def check_model(experiment: Experiment, batch: Batch) -> None:
-    """Raise `UserError` if a model of a user's own reads later tokens, which the loss would reward.
+    """Raise `UserError` if a model of a user's own reads later tokens. With an own objective, which may want it, warn.
 
-    One row is read twice, with other tokens in its second half. An objective of the user's own may
-    want such a model: then this is only a warning.
+    One row is read twice, with other tokens in its second half.
     """
     from jaxgpt.runs.autopsy import Modules, watch_calls
 
@@ -106,11 +101,11 @@ def check_model(experiment: Experiment, batch: Batch) -> None:
     extras = {name: x for name, x in (rows.extras or {}).items() if name in own}
     called: Modules = []
 
-    def early_differs(tree: Any) -> jax.Array:
-        arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
-        parts = [x[:, :half].astype(jnp.float32) for x in arrays if x.shape[:2] == tokens_BT.shape]
-        differ = [jnp.abs(p[0] - p[1]).max() > DIFFERS * jnp.abs(p).max() for p in parts]
-        return jnp.asarray(differ, bool).any()
+    def early_differs(x: jax.Array) -> Any:
+        if x.shape[:2] != tokens_BT.shape:
+            return False
+        early = x[:, :half].astype(jnp.float32)
+        return jnp.abs(early[0] - early[1]).max() > DIFFERS * jnp.abs(early).max()
 
     def read(key: jax.Array) -> tuple[jax.Array, jax.Array]:
         params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
@@ -129,9 +124,8 @@ def check_model(experiment: Experiment, batch: Batch) -> None:
         return
     kind = next((kind for (_, kind), is_first in zip(called, flags, strict=True) if is_first), None)
     owner = type(experiment.model)
-    place = place_of(kind) or place_of(owner)
-    said = f"{place}{owner.__name__}: {kind.__name__ if kind else 'the model'} is not causal"
-    said += ": what it writes at a token depends on later ones, which the loss asks it to predict"
+    place, name = place_of(kind) or place_of(owner), kind.__name__ if kind else "the model"
+    said = f"{place}{owner.__name__}: {name} is not causal: what it writes at a token depends on later ones"
     if type(experiment.objective).make_loss is ObjectiveConfig.make_loss:
         raise UserError(f"{said}. Mask them")
     LOG.warning("%s; %s may want that", said, type(experiment.objective).__name__)

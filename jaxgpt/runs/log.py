@@ -24,10 +24,7 @@ FIRST = ("loss", "grad_norm", "learning_rate")  # the metrics that every line ha
 
 
 class RunLog:
-    """Write the lines of metrics.jsonl, and display the last values on stderr.
-
-    They are displayed after each validation, and after QUIET seconds without a line.
-    """
+    """Write metrics.jsonl, and display the last values after a validation, or after QUIET seconds without a line."""
 
     def __init__(
         self,
@@ -46,39 +43,37 @@ class RunLog:
         self.lines = read_metrics(directory / "metrics.jsonl")  # losses of this session are appended
         limits = PEAKS.get(trainer.strategy.devices[0].device_kind)  # None for an unknown device, without MFU
         flops = train_flops_per_token(experiment.model, *trainer.parameters)
-        self._mfu_of_rate = None
-        if limits is not None and flops is not None:
-            self._mfu_of_rate = flops / (limits.flops * len(trainer.strategy.devices))
+        self._mfu_of_rate = flops / (limits.flops * len(trainer.strategy.devices)) if limits and flops else None
         self.clock = Clock(max((line.get("seconds") or 0.0 for line in self.lines), default=0.0))
         self._logged_at = (start, self.clock.working())
         self._file = MetricsFile(directory / "metrics.jsonl" if multihost.is_process_0() else None)
         self._values = dict.fromkeys(("loss", "val", "rate"), "")  # the last ones, formatted
-        self._show, self._began = show, time.monotonic()
-        self._said = self._began  # when a line was displayed last
+        self._show = show
+        self._began = self._said = time.monotonic()  # when a line was displayed last
 
     def log_step(self, step: int, metrics: Metrics) -> None:
         """Record why a step was skipped, or every `train.log_every` steps the metrics of one."""
-        why = why_skipped(metrics)
-        if why is not None:
+        if why := why_skipped(metrics):
             self._write({"step": step, "skipped": why})
             replay = shell_line("jaxgpt", "replay", name_of(self._directory), "--step", step)
             self.say(f"step {step} skipped: {why}. To see where it began: {replay}")
             return
         if step % self._config.log_every == 0 or step == self._config.steps:
-            then, at = self._logged_at
-            self._logged_at = (step, self.clock.working())
+            (then, at), now = self._logged_at, self.clock.working()
+            self._logged_at = (step, now)
             tokens = (step - then) * self._tokens_per_step
             # Not measured at the first step of a session, which is mostly compilation.
-            rate = None if step == self._start + 1 else tokens / max(self._logged_at[1] - at, 1e-9)
-            mfu = None if rate is None or self._mfu_of_rate is None else rate * self._mfu_of_rate
+            rate = None if step == self._start + 1 else tokens / max(now - at, 1e-9)
+            mfu = rate * self._mfu_of_rate if rate and self._mfu_of_rate else None
             own = sorted(metrics.keys() - {*FIRST, "in_a_row"})  # the objective's metrics
-            values = {name: metrics[name] for name in (*FIRST, *own)}
-            times = {"tokens_per_second": rate, "mfu": mfu, "seconds": self.clock.total()}
-            self._write({"step": step, "tokens": step * self._tokens_per_step} | values | times)
+            line: Line = {"step": step, "tokens": step * self._tokens_per_step}
+            line |= {name: metrics[name] for name in (*FIRST, *own)}
+            self._write(line | {"tokens_per_second": rate, "mfu": mfu, "seconds": self.clock.total()})
             self.lines.append({"step": step, "loss": metrics["loss"]})
             self._values["rate"] = "" if rate is None else f"{rate:,.0f} tokens/s"
         self._values["loss"] = f"loss {metrics['loss']:.3f}"
-        self._display(step, is_due=time.monotonic() - self._said > QUIET)
+        if time.monotonic() - self._said > QUIET:
+            self._display(step)
 
     def log_first_step(self, step: int, seconds: float) -> None:
         """Say how long the first step took. The rate is measured from here on."""
@@ -94,15 +89,13 @@ class RunLog:
         self.lines.append(line)
         each = ", ".join(f"{Path(name).name} {loss:.3f}" for name, loss in val_losses.items())
         self._values["val"] = f"val {val_loss:.3f}" + (f" ({each})" if each else "")
-        self._display(step, is_due=True)
+        self._display(step)
 
-    def _display(self, step: int, *, is_due: bool) -> None:
-        """Display the last values, if a line is due."""
-        if is_due:
-            values = " · ".join(value for value in self._values.values() if value)
-            steps = self._config.steps
-            left = int((time.monotonic() - self._began) / max(1, step - self._start) * (steps - step))
-            self.say(f"step {step}/{steps} · {values} · {left // 60}:{left % 60:02d} left")
+    def _display(self, step: int) -> None:
+        """Display the last values."""
+        values, steps = " · ".join(filter(None, self._values.values())), self._config.steps
+        left = int((time.monotonic() - self._began) / max(1, step - self._start) * (steps - step))
+        self.say(f"step {step}/{steps} · {values} · {left // 60}:{left % 60:02d} left")
 
     def _write(self, line: Line) -> None:
         self._file.write(**line)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
@@ -19,7 +20,7 @@ from jaxgpt.config.serialize import class_name
 from jaxgpt.data.dataset import DataConfig
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import CONTEXT_OF_WEIGHTS, Experiment
-from jaxgpt.files import is_there, sha256
+from jaxgpt.files import sha256
 from jaxgpt.lora import init_adapters, merge_adapters
 from jaxgpt.model import GPTConfig
 from jaxgpt.parallel.strategy import with_shardings
@@ -47,8 +48,8 @@ class Weights:
         if self.source is not None:
             parts = [sha256(file) for file in sorted({str(x.file) for x in self.source.tensors.values()})]
         else:
-            assert self.step is not None
-            parts = [json.dumps(open_checkpoints(self.directory).manifest(self.step)["files"], sort_keys=True)]
+            manifest = open_checkpoints(self.directory).manifest(self.step or 0)
+            parts = [json.dumps(manifest["files"], sort_keys=True)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def describe(self, model: GPTConfig) -> Origin:
@@ -67,8 +68,8 @@ class Weights:
             from jaxgpt.hf.weights import read_params
 
             paths: Any = flatten_dict(places, sep="/")
-            tensors, family = self.source.tensors, self.source.family
-            params = read_params(tensors, family, self.config, dtype=jnp.float32, places=paths)
+            parts = (self.source.tensors, self.source.family, self.config)
+            params = read_params(*parts, dtype=jnp.float32, places=paths)
         else:
             params = self._restore(places, layers)
         if "wpe" in params:
@@ -77,8 +78,7 @@ class Weights:
         if "h" in like:
             each = [params.pop(layer) for layer in layers]
             params["h"] = {"block": jax.tree.map(lambda *x: jnp.stack(x), *each)}
-        params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-        return jax.device_put(params, shardings)
+        return jax.device_put(optax.tree.cast(params, jnp.float32), shardings)
 
     def _restore(self, places: dict[str, Any], layers: list[str]) -> Params:
         """Return a run's parameters with unstacked layers. places: the sharding of each."""
@@ -100,6 +100,7 @@ def open_weights(
 ) -> Weights:
     """Open weights and check them. Raises `UserError` if they are missing or damaged.
 
+<<<<<<< HEAD
     Args:
         name: a run, a model's directory in Hugging Face's format, or an id on the Hub.
         step: the step of a run's checkpoint. None means the best.
@@ -109,6 +110,13 @@ def open_weights(
     directory = fetch_run(name) if downloads else Path(name)
     remedy = "Name a run, or a model's directory, with --train.init-from."
     if not (is_there(directory, remedy) and is_run(directory)):
+=======
+    name: a run directory, or a model in Hugging Face's format: see `hf.source.open_source`, also for `tokenizer` and
+    `downloads`. step: the step of a run's checkpoint. None means the best.
+    """
+    directory = Path(name)
+    if not is_run(directory):
+>>>>>>> pay3
         from jaxgpt.hf.source import open_source
 
         source = open_source(name, tokenizer, downloads=downloads)
@@ -126,10 +134,10 @@ def open_weights(
 def resolve_init_from(
     experiment: Experiment, metadata: RunMetadata | None = None
 ) -> tuple[Experiment, Callable[[], Weights] | None]:
-    """Return (experiment, function that opens its weights), with the weights' model and tokenizer.
+    """Return (experiment, function that opens its weights or None), with the weights' model and tokenizer.
 
-    The context is at most the weights' own (open: see `open_context`). Without `train.init_from` the
-    function is None. metadata: the run to resume, which decides model, tokenizer and warm-up.
+    The context is at most the weights' own (open: see `open_context`). metadata: the run to resume, which decides model,
+    tokenizer and warm-up.
     """
     name = experiment.train.init_from
     if metadata is not None:
@@ -150,10 +158,9 @@ def resolve_init_from(
     if weights.metadata is not None and file is not None:
         check_same_tokenizer(weights.metadata, file)
     asked, found = experiment.model, weights.config
-    names = class_name(type(asked)), class_name(type(found))
-    if asked.is_foreign and names[0] != names[1]:
-        said = f"train.init_from={name} has the architecture {names[1]}, not {names[0]}"
-        raise UserError(f"{said}: its weights do not fit")
+    wanted, there = class_name(type(asked)), class_name(type(found))
+    if asked.is_foreign and wanted != there:
+        raise UserError(f"train.init_from={name} has the architecture {there}, not {wanted}")
     model = dataclasses.replace(
         found,
         block_size=min(asked.block_size, found.block_size),
@@ -182,11 +189,10 @@ def open_context(data: DataConfig, model: GPTConfig) -> int:
 def load_base(metadata: RunMetadata, name: str | None = None) -> Weights:
     """Open the weights that a run started from. Raises `UserError` if they are gone or changed.
 
-    They are looked for where they were, at `name` (None means `train.init_from`), and next to the run
-    directory, under the name that they had.
+    They are looked for where they were, at `name` (by default `train.init_from`), and by their name next to the run.
     """
-    name, origin = name or metadata.experiment.train.init_from, metadata.origin
-    assert name is not None and origin is not None
+    name, origin = name or str(metadata.experiment.train.init_from), metadata.origin
+    assert origin is not None
     tokenizer = str(metadata.experiment.data.tokenizer)  # a copy, since the model's may be gone
     beside = metadata.directory.absolute().parent / Path(origin.directory).name  # if both were copied here
     location = next((path for path in (origin.directory, name, beside) if os.path.exists(path)), name)
@@ -197,18 +203,14 @@ def load_base(metadata: RunMetadata, name: str | None = None) -> Weights:
 
 
 def restore_merged_params(metadata: RunMetadata, checkpoints: Checkpoints, step: int, like: Params) -> Params:
-    """Restore the parameters of a run, with adapters merged into their base. like: shapes and shardings.
-
-    Raises `UserError` if the run has adapters and their base is missing or has changed.
-    """
+    """Restore the parameters of a run, with adapters merged into their base. like: shapes and shardings."""
     lora = metadata.experiment.lora
     if lora.rank is None:
         return checkpoints.restore_params(step, like)
     try:
         base = load_base(metadata)
     except UserError as e:
-        said = f"the run has only adapters, for {metadata.experiment.train.init_from}: {e}"
-        raise UserError(f"{said}. Restore that model, or copy it next to {metadata.directory}") from None
+        raise UserError(f"the run has only adapters, for {metadata.experiment.train.init_from}: {e}") from None
     params, adapters = base.read(like), restore_adapters(metadata, checkpoints, step, like)
     shardings = jax.tree.map(lambda x: x.sharding, like)
     return jax.jit(merge_adapters, static_argnums=0, out_shardings=shardings)(lora, adapters, params)

@@ -33,22 +33,17 @@ CHANGEABLE = (
 
 
 def with_horizons(metadata: RunMetadata, experiment: Experiment, *, extend: bool | None) -> Experiment:
-    """Return the experiment with the schedule that the run has followed, if it asks for more steps.
-
-    extend: see `jaxgpt.fit`. Raises `UserError` if it is None and the learning rate would rise again.
-    """
+    """Return the experiment with the schedule that the run has followed, if it asks for more steps: see `jaxgpt.fit`."""
     recorded, steps = metadata.given.optim, metadata.given.train.steps
     if experiment.optim.horizons not in ((), recorded.horizons) or experiment.train.steps < steps:
         return experiment  # refused below
     if experiment.train.steps == steps or extend is False:
         return dataclasses.replace(experiment, optim=dataclasses.replace(experiment.optim, horizons=recorded.horizons))
     optim = dataclasses.replace(experiment.optim, horizons=(*recorded.horizons, steps))
-    rates = [np.asarray(optim.make_schedule(experiment.train.steps)(step)) for step in (steps - 1, steps)]
-    if rates[1] > rates[0] and extend is None:
-        raise UserError(
-            f"{metadata.directory}: its {optim.schedule} schedule ends at step {steps} with a learning rate of {rates[0]:.3g}. "
-            f"It rises to {rates[1]:.3g} there with train.steps={experiment.train.steps}: to continue so, add --extend (extend=True)"
-        )
+    before, after = (np.asarray(optim.make_schedule(experiment.train.steps)(step)) for step in (steps - 1, steps))
+    if after > before and extend is None:
+        said = f"its learning rate would rise from {before:.3g} to {after:.3g} at step {steps}"
+        raise UserError(f"{metadata.directory}: {said}: to continue so, add --extend (extend=True)")
     return dataclasses.replace(experiment, optim=optim)
 
 
@@ -56,7 +51,7 @@ def check_same_configuration(metadata: RunMetadata, experiment: Experiment) -> N
     """Raise `UserError` if a field outside CHANGEABLE differs from the run's, but for more steps."""
     directory = metadata.directory
     if metadata.imported is not None:
-        start = f"name another --run-dir, and start from this one with {shell_line('--train.init-from', directory)}"
+        start = f"start another run with {shell_line('--train.init-from', directory)}"
         raise UserError(f"{directory} holds an imported model, which cannot be resumed: {start}")
     # The experiment may be the one that the user configured, or the one that `load` returns.
     changed = min((differences(known, experiment) for known in (metadata.given, metadata.experiment)), key=len)
@@ -73,15 +68,15 @@ def check_same_configuration(metadata: RunMetadata, experiment: Experiment) -> N
         del changed["train.init_from"]  # another path of the same weights, as `load_base` checks
     if changed:
         listed = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changed.items())
-        remedy = "Name another directory with --run-dir, or start over with --fresh (the old run is moved aside)."
+        remedy = "Name another --run-dir, or start over with --fresh (the old run is moved aside)"
         raise UserError(f"{directory} holds a run with another configuration: {listed}. {remedy}")
 
 
 def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, remedy: str) -> Dataset:
     """Return the dataset of a run, from its text or, if that is gone, from the cache of tokens.
 
-    Raises `UserError`, ending with the clause `remedy`, if neither exists, or if the data have
-    changed. data: the run's configuration, perhaps with another path. None means the recorded one.
+    Raises `UserError`, ending with `remedy`, if neither exists, or if the data have changed. data: the run's
+    configuration, perhaps with another path.
     """
     data = data or metadata.experiment.data
     data = dataclasses.replace(data, path=replace_addresses(data.path, fetch))  # the user's: a record has none
@@ -90,7 +85,7 @@ def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, rem
     except UserError:
         if data.path is None or ":" in data.path or is_there(Path(data.path), "Name another text."):
             raise
-        lost = f"{data.path}, which is not there, and its tokens are not in the cache {cache_directory() / 'tokens'}"
+        lost = f"{data.path}, which is neither there nor in the cache {cache_directory() / 'tokens'}"
         raise UserError(f"{metadata.directory} was trained on {lost}: {remedy}") from None
     if changed := describe_data_changes(metadata.data, dataset.fingerprint):
         raise UserError(f"{metadata.directory} was trained on other data: {', '.join(changed[:8])}: {remedy}")
@@ -98,17 +93,16 @@ def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, rem
 
 
 def describe_data_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Describe the differences between two fingerprints. Token files are compared by name."""
+    """Return the names of what differs between two fingerprints. Token files are compared by name."""
     sources, sources_now = recorded_sources(before), recorded_sources(now)
     if len(sources) != len(sources_now):
         return [f"{len(sources) or 1} -> {len(sources_now) or 1} sources"]
     if sources:
-        both = enumerate(zip(sources, sources_now, strict=True), 1)
-        return [f"source {n}: {change}" for n, (old, new) in both for change in describe_data_changes(old, new)]
-    files, files_now = before.get("files"), now.get("files")
-    if isinstance(files, dict) and isinstance(files_now, dict) and files != files_now:
-        changed = [name for name in sorted({**files, **files_now}) if files.get(name) != files_now.get(name)]
-        words = {(True, False): "is missing", (False, True): "is new", (True, True): "has changed"}
-        return [f"{name} {words[name in files, name in files_now]}" for name in changed]
+        both = zip(sources, sources_now, strict=True)
+        return [change for old, new in both for change in describe_data_changes(old, new)]
     changed = [name for name, value in now.items() if before.get(name) != value]
-    return [f"{name} {str(before.get(name))[:12]} -> {str(now[name])[:12]}" for name in changed]
+    files, files_now = before.get("files"), now.get("files")
+    if "files" in changed and isinstance(files, dict) and isinstance(files_now, dict):
+        both = sorted(files.keys() | files_now.keys())
+        changed = [name for name in both if files.get(name) != files_now.get(name)]
+    return changed

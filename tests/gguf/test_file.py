@@ -91,7 +91,7 @@ def test_files_that_lie_are_refused(write):
     for fields, tensors, said in (
         ({"general.architecture": "bert"}, {}, "general.architecture='bert' is unknown: jaxgpt reads gpt2, llama"),
         ({"qwen2.rope.scaling.type": "yarn"}, {}, "rope.scaling.type='yarn': only none and linear"),
-        ({"qwen2.expert_count": 8}, {}, "expert_count=8: mixtures of experts are not supported"),
+        ({"qwen2.expert_count": 8}, {}, "expert_count=8: only 0 is supported"),
         ({"qwen2.block_count": 512}, {}, "block_count=512, but there are 26 tensors"),
         ({"qwen2.feed_forward_length": [32]}, {}, "mlp_dim=[32]: needs a whole number"),
         ({}, {"blk.0.ffn_up.weight": None}, "missing blk.0.ffn_up.weight"),
@@ -153,8 +153,8 @@ def test_a_file_in_parts_is_read_whole(parts, tmp_path):
         assert read.keys() == tensors.keys() and found["qwen2.block_count"] == 2
     np.testing.assert_array_equal(read[names[-1]].read(), tensors[names[-1]].read())
     write_gguf(paths[1], {"general.architecture": "qwen2"}, dict([*rest.items()][1:]), dtype="float32")
-    with pytest.raises(UserError, match=f"have {len(names) - 1} tensors, the first says {len(names)}: download"):
+    with pytest.raises(UserError, match=f"have {len(names) - 1} tensors, the first says {len(names)}"):
         read_gguf(paths[0])
     paths[0].unlink()
-    with pytest.raises(UserError, match="m-00002-of-00002.gguf needs m-00001-of-00002.gguf beside it"):
+    with pytest.raises(UserError, match="cannot read .*m-00001-of-00002.gguf"):
         read_gguf(paths[1])

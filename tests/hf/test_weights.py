@@ -62,5 +62,7 @@ def test_an_output_matrix_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp
 def test_numbers_that_are_none_are_told_with_their_tensors(tmp_path, dtype):
     broken = [np.array([-6e4, 6e4, *5 * [0.0], x], np.float32).astype(dtype) for x in (np.nan, -np.inf, 1.0)]
     broken = {f"transformer.{name}.bias": x for name, x in zip(["h.0.ln_1", "h.1.ln_1", "ln_f"], broken, strict=True)}
-    with pytest.warns(UserWarning, match=r"^transformer.h.0.ln_1.bias \(and 1 like it\) have NaN or infinite"):
+    with pytest.warns(
+        UserWarning, match=r"^transformer.h.0.ln_1.bias, transformer.h.1.ln_1.bias, 2 in all have NaN or infinite"
+    ):
         read_params(*model(tmp_path, **broken))

@@ -199,7 +199,7 @@ MISTAKES = {
     "what it raises": (PART.format(base="OptimConfig", piece="optimizer", body="        return optax.sgd('fast')", part="optim"), "Mine: TypeError"),
     "another batch": (ROWS.format(train="ids, ids, mask", val="2, lambda n: (ids, ids)"), r"Rows.training_rows makes .* mask_BT bool\[1, 8\], but"),
     "unknown tokens": (ROWS.format(train="ids, ids + 300", val="2, lambda n: (ids, ids)"), "Rows.training_rows: row 0 has tokens from 0 to 307"),
-    "no validation": (ROWS.format(train="ids, ids", val="0, lambda n: (ids, ids)"), "Rows.validation_rows has 0 rows"),
+    "no validation": (ROWS.format(train="ids, ids", val="0, lambda n: (ids, ids)"), "Rows.validation_rows has no rows"),
     # Finite where they are traced, and NaN or infinity at the first step.
     "NaN": (LAYER.format(piece="mlp", result="jnp.log(-1 - x * x)"), r"Layer gives NaN .*, first in h_0.* \(Layer\)"),
     "NaN of a slope": (LAYER.format(piece="mlp", result="x + jnp.sqrt(0.0 * x)"), "Layer gives NaN .*, first in the backward pass"),

@@ -162,9 +162,7 @@ def test_without_its_text_the_tokens_in_the_cache_are_enough(trained, moved, tmp
     assert evaluate_run(load(run)) == evaluate_run(trained)
     assert fit(given, run, progress=False).step == trained.step
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "empty"))
-    missing = (
-        "moved was trained on .*gone.txt, which is not there, and its tokens are not in the cache .*empty/tokens: "
-    )
+    missing = "moved was trained on .*gone.txt, which is neither there nor in the cache .*empty/tokens: "
     for use, words in (
         (lambda: evaluate_run(load(run)), "to evaluate its validation split, put that text back"),
         (lambda: fit(given, run, progress=False), "to train it on, name that text with --data.path"),
