@@ -25,7 +25,6 @@ class Peaks:
 
 #: `Peaks` by JAX's full name of the device. "NVIDIA A100-SXM4-40GB MIG 1g.5gb" and "TPU v4 lite" are unknown.
 PEAKS = {
-<<<<<<< HEAD
     # GPU: nvidia.com's data sheets of A100, H100, H100 NVL, H200 and H200 NVL. B200 (HGX) is from
     # glennklockwood.com/garden/processors/B200, RTX PRO 6000 Blackwell without a page of Nvidia's at hand, RTX 4090 from
     # "Ada GPU Architecture" v2.1 (float32 sums). FLOP/s without sparsity. Memory is what the driver reports, by the
@@ -50,34 +49,6 @@ PEAKS = {
     "TPU v5 lite": Peaks(197e12, 16 * 2**30, 8.1e11),
     "TPU v5": Peaks(459e12, 96 * 2**30, 2.8e12),
     "TPU v6 lite": Peaks(918e12, 32 * 2**30, 1.6e12),
-=======
-    # GPU: nvidia.com's data sheets, but for B200 (HGX: glennklockwood.com/garden/processors/B200) and RTX PRO 6000 (no
-    # page of Nvidia's at hand). FLOP/s without sparsity, and half of the sum of a link's two directions. PCIe cards have
-    # PCIe here: an NVLink bridge connects only two of them. Between hosts, SXM boards have a network card each, by
-    # docs.nvidia.com/dgx. Memory is what the driver reports (tools/plan/topology.py), or else the data sheet's.
-    "NVIDIA A100-SXM4-40GB": Peaks(312e12, 40_000_000_000, 1.555e12, 300e9, 25e9),
-    "NVIDIA A100-SXM4-80GB": Peaks(312e12, 85_100_068_864, 2.039e12, 300e9, 25e9),
-    "NVIDIA A100-PCIE-40GB": Peaks(312e12, 40_000_000_000, 1.555e12, 32e9),
-    "NVIDIA A100 80GB PCIe": Peaks(312e12, 80_000_000_000, 1.935e12, 32e9),
-    "NVIDIA H100 80GB HBM3": Peaks(989e12, 84_942_979_072, 3.35e12, 450e9, 50e9),
-    "NVIDIA H100 PCIe": Peaks(756e12, 80_000_000_000, 2.0e12, 64e9),
-    "NVIDIA H100 NVL": Peaks(835e12, 94_000_000_000, 3.9e12, 64e9),
-    "NVIDIA H200": Peaks(989e12, 151_397_597_184, 4.8e12, 450e9, 50e9),
-    "NVIDIA H200 NVL": Peaks(835e12, 141_000_000_000, 4.8e12, 64e9),
-    "NVIDIA B200": Peaks(2250e12, 191_514_411_008, 8e12, 900e9, 50e9),
-    "NVIDIA RTX PRO 6000 Blackwell Server Edition": Peaks(503.8e12, 103_079_215_104, 1.597e12, 64e9),
-    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": Peaks(503.8e12, 103_079_215_104, 1.792e12, 64e9),
-    # "Ada GPU Architecture" v2.1, float32 sums.
-    "NVIDIA GeForce RTX 4090": Peaks(165.2e12, 24_000_000_000, 1.008e12, 32e9),
-    # TPU: FLOP/s and the network between slices from cloud.google.com/tpu/docs. Bandwidths are from
-    # jax-ml.github.io/scaling-book/tpus, where links are a tenth slower than in the data sheets, and a host's network is
-    # 2.5e10 bytes/s. Of the memory, programs can use 30.75, 15.75, 95.74 and 31.25 GiB on v4, v5e, v5p and v6e, by the
-    # out-of-memory message of libtpu 0.0.42.
-    "TPU v4": Peaks(275e12, 32 * 2**30, 1.2e12, 4.5e10, None, torus=3),
-    "TPU v5 lite": Peaks(197e12, 16 * 2**30, 8.1e11, 4.5e10, 3.125e9, torus=2),
-    "TPU v5": Peaks(459e12, 96 * 2**30, 2.8e12, 9e10, 6.25e9, torus=3),
-    "TPU v6 lite": Peaks(918e12, 32 * 2**30, 1.6e12, 9e10, 12.5e9, torus=2),
->>>>>>> pay3
 }
 PEAKS |= {"TPU v5e": PEAKS["TPU v5 lite"], "TPU v5p": PEAKS["TPU v5"], "TPU v6e": PEAKS["TPU v6 lite"]}
 

@@ -84,7 +84,6 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
             nats, count, _ = with_adapters(trainer.objective.make_loss(model))(params, micro, key)
         return nats, (nats, count, jnp.stack(flags))
 
-<<<<<<< HEAD
     @jax.jit
     def add_up_gradients(params: Params, rows: Batch, key: jax.Array) -> Any:
         def differentiate(micro: Batch, number: jax.Array | int) -> Any:
@@ -105,28 +104,6 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
         first = "the loss, of finite logits"
     elif first is None and not np.isfinite([*gradient_norms.values()]).all():
         first = "the backward pass; the forward pass is finite"
-=======
-    watched = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    found, total, targets = list[str](), None, 0.0
-    # The micro-batches and their dropout keys are those that `train_step` and pmap make.
-    replicas, accumulated = trainer.strategy.num_replicas, trainer.split.grad_accum_steps
-    keys = [jax.random.fold_in(key, number) for number in range(replicas)] if replicas else [key]
-    rows = len(batch.inputs_BT) // len(keys)
-    for (number, own), index in itertools.product(enumerate(keys), range(accumulated)):
-        taken = slice(number * rows + index, (number + 1) * rows, accumulated)
-        micro = jax.tree.map(operator.itemgetter(taken), batch)
-        step_key = jax.random.fold_in(own, step - 1)
-        (nats, (count, flags)), grads = watched(params, micro, jax.random.fold_in(step_key, index))
-        name, _ = find_first_bad(called, flags)
-        if name is not None or not np.isfinite(nats):
-            found.append(name or "the loss, of finite logits")
-        total = grads if total is None else jax.tree.map(jnp.add, total, grads)
-        targets += float(count)
-    gradient_norms = _norms(jax.tree.map(lambda x: x / max(targets, 1.0), total))
-    if not np.isfinite([*gradient_norms.values()]).all():
-        found.append("the backward pass; the forward pass is finite")
-    first = next(iter(found), None)
->>>>>>> pay3
     return NonFiniteReport(first=first, parameter_norms=_norms(params), gradient_norms=gradient_norms)
 
 

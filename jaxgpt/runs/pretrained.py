@@ -100,23 +100,11 @@ def open_weights(
 ) -> Weights:
     """Open weights and check them. Raises `UserError` if they are missing or damaged.
 
-<<<<<<< HEAD
-    Args:
-        name: a run, a model's directory in Hugging Face's format, or an id on the Hub.
-        step: the step of a run's checkpoint. None means the best.
-        tokenizer: the tokenizer of a model in Hugging Face's format: see `hf.source.open_source`.
-        downloads: False takes what the Hub's cache has, for a name from the record of a run.
-    """
-    directory = fetch_run(name) if downloads else Path(name)
-    remedy = "Name a run, or a model's directory, with --train.init-from."
-    if not (is_there(directory, remedy) and is_run(directory)):
-=======
     name: a run directory, or a model in Hugging Face's format: see `hf.source.open_source`, also for `tokenizer` and
     `downloads`. step: the step of a run's checkpoint. None means the best.
     """
-    directory = Path(name)
+    directory = fetch_run(name) if downloads else Path(name)
     if not is_run(directory):
->>>>>>> pay3
         from jaxgpt.hf.source import open_source
 
         source = open_source(name, tokenizer, downloads=downloads)
