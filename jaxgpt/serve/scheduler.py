@@ -171,7 +171,7 @@ class Scheduler:
                 if is_decoded:
                     self.running[self._engine.submit(row.request)] = row
             except UserError as e:
-                row.deliver(e)
+                row.deliver(RequestError(str(e)))
 
     def _step(self) -> None:
         start = time.perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import functools
 import hmac
 import ipaddress
 import re
@@ -14,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 from urllib.parse import quote
 
@@ -30,7 +31,7 @@ from jaxgpt.files import render_json
 from jaxgpt.run import Run
 from jaxgpt.sample.engine import Engine, prompt_key
 from jaxgpt.sample.programs import MAX_TOP
-from jaxgpt.sample.score import PromptScores, prompt_widths, score_prompt
+from jaxgpt.sample.score import prompt_widths, score_prompt
 from jaxgpt.serve import ServeOptions
 from jaxgpt.serve.app import GRACE, make_app
 from jaxgpt.serve.requests import MAX_STOP_TOKENS, RequestError, Served
@@ -66,10 +67,7 @@ def make_server(
         prefix_bytes=options.prefix_cache_mb * 1_000_000,
         resizes=not options.reproducible,
     )
-
-    def score(ids: Sequence[int]) -> PromptScores:
-        return score_prompt(model, params, ids, top=MAX_TOP, vocab_size=vocab_size)
-
+    score = functools.partial(score_prompt, model, params, top=MAX_TOP, vocab_size=vocab_size)
     scheduler = Scheduler(engine, score, queue=served.queue, log=log)
     scheduler.status = "starting"
 
@@ -169,11 +167,10 @@ def bind(host: str, port: int) -> socket.socket:
     """Return a socket that listens. Raises `UserError` if its address is taken or not one of this machine."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6)
+        return socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6)
     except (OSError, UnicodeError) as e:
         message = f"cannot listen on {host} port {port}: {reason_of(e)}. Name another with --host or --port"
         raise UserError(message) from None
-    return listener
 
 
 class Guard:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgpt.config.validate import check_value
 from jaxgpt.data.tokenizer import (
     BPETokenizer,
     ByteTokenizer,
@@ -48,8 +49,7 @@ def make_page(run: Run, prompt: str | None = None, *, weights: Weights = "int8")
         UserError: for a model or a tokenizer that the page cannot run.
     """
     model, params, V = run.model, run.params, run.tokenizer.vocab_size
-    if weights not in ("int8", "float32"):
-        raise UserError(f"weights={weights!r}: needs int8 or float32")
+    check_value("weights", weights, Weights)
     if model.config.is_foreign:
         raise UserError(f"{type(model.config).__name__}: a page computes jaxgpt's own modules only: use jaxgpt serve")
     if EDITS in params:
@@ -115,11 +115,7 @@ def hold(params: Params, weights: Weights) -> Params:
 
 
 def describe_tokenizer(tokenizer: Tokenizer, arrays: Arrays) -> dict[str, Any]:
-    """Return the fields with which `tokenizer.js` encodes what is typed on a page.
-
-    Raises:
-        UserError: for a tokenizer other than characters, bytes and byte-level BPE with a known pattern.
-    """
+    """Return the fields with which `tokenizer.js` encodes what is typed on a page."""
     alphabet, pattern, triples, whole_words = None, None, [], False
     if isinstance(tokenizer, CharTokenizer):
         tokens = [c.encode() for c in tokenizer.characters]
