@@ -185,13 +185,13 @@ def make_parser(options: Sequence[Option], prog: str, *, is_complete: bool) -> P
         if option.hint is bool:  # --fresh, --no-fresh, --model.no-bias
             group.add_argument(option.name, action="store_true", help=help, **every)
             if not last.startswith("no-"):
-                negation = "--" + ".".join(filter(None, (section, f"no-{last}")))
+                negation = f"{option.name.removesuffix(last)}no-{last}"
                 group.add_argument(negation, action="store_false", help=argparse.SUPPRESS, **every)
             continue
         repeats = option.hint == tuple[str, ...] and not section  # --stop a --stop b, but --lora.targets q v
         many = "*" if option.items and not repeats else 1
         action = "extend" if repeats else "store"
-        group.add_argument(option.name, nargs=many, action=action, metavar=show_value(option.hint), help=help, **every)
+        group.add_argument(option.name, nargs=many, action=action, metavar=show_value(option), help=help, **every)
     parser.epilog = "--no-NAME switches a flag off." if is_complete else f"All options: {prog} --help-all"
     return parser
 
@@ -210,7 +210,7 @@ def parse_words(option: Option, words: list[str]) -> Any:
 def suggest_option(word: str, options: Sequence[Option]) -> str:
     """Return a question that names the option that may be meant."""
     fields = {option.name.rpartition(".")[2]: option.name for option in options if "." in option.name}
-    word = word.lstrip("-").replace("_", "-")
+    word = word.lstrip("-")
     meant = fields.get(WORDS.get(word, word))
     return f" (did you mean {meant}?)" if meant else suggest(f"--{word}", [option.name for option in options])
 
@@ -237,12 +237,10 @@ def render_help(parser: Parser, options: Sequence[Option], text: str, operand: s
     return parser.format_help().rstrip()
 
 
-def show_value(hint: Any) -> str | tuple[str, ...]:
-    """Return what stands for a value of this type in the help."""
-    kinds = [hint, *get_args(hint)]
-    if items := next((get_args(kind) for kind in kinds if get_origin(kind) is tuple), None):
-        hint = items[0]
-    if choices := next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), None):
+def show_value(option: Option) -> str:
+    """Return what stands for a value of an option in the help."""
+    hint = option.items[0] if option.items else option.hint
+    if choices := next((get_args(kind) for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal), None):
         return f"{{{','.join(choices)}}}"
     plain = plain_types(hint)
     return next((shown for kind, shown in VALUES.items() if kind in plain), "VALUE")

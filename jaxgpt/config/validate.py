@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import functools
 import inspect
-import math
 import operator
 import reprlib
 import types
@@ -104,8 +103,6 @@ def check_value(name: str, value: Any, hint: Any) -> Any:
     value = to_python(value)
     if not _is_a(value, hint):
         raise UserError(f"{name}={short(value)}: needs {_describe(hint)}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{name}={value}: needs a finite number")
     if isinstance(value, float) and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
         raise UserError(f"{name}={value}: needs 0, or a size from {SMALLEST_FLOAT:g} to {LARGEST_FLOAT:g}")
     if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
@@ -119,13 +116,10 @@ def check_value(name: str, value: Any, hint: Any) -> Any:
 
 
 def _check_bounds(name: str, value: float, bounds: Interval) -> None:
-    given = {key: bound for key, bound in bounds._asdict().items() if bound is not None}
-    broken = [key for key, bound in given.items() if not getattr(operator, key)(value, bound)]
-    if broken:
-        named = broken if isinstance(value, int) else given  # a float's message names both bounds
-        words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-        needed = [f"{words[key]} {given[key]:{',' if isinstance(given[key], int) else 'g'}}" for key in named]
-        raise UserError(f"{name}={short(value)}: needs {' and '.join(needed)}")
+    for key, words in zip(Interval._fields, ("at least", "more than", "at most", "less than"), strict=True):
+        bound = getattr(bounds, key)
+        if bound is not None and not getattr(operator, key)(value, bound):
+            raise UserError(f"{name}={short(value)}: needs {words} {bound:,}")
 
 
 def _is_a(value: Any, hint: Any) -> bool:
@@ -152,8 +146,5 @@ def _describe(hint: Any) -> str:
         return "one of " + ", ".join(arguments)
     if origin in (Union, types.UnionType):
         return " or ".join(_describe(h) for h in arguments)
-    if origin is tuple:
-        each = [_describe(argument) for argument in arguments if argument is not ...]
-        return f"a list, of each {each[0]}" if ... in arguments else " and ".join(each)
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    return names.get(hint, "nothing (None)" if hint is type(None) else getattr(hint, "__name__", str(hint)))
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", tuple: "a list"}
+    return names.get(origin or hint, "nothing (None)" if hint is type(None) else getattr(hint, "__name__", str(hint)))
