@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import inspect
 import operator
 import reprlib
 import types
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from jaxgpt.errors import UserError
@@ -58,18 +56,6 @@ def short_repr(x: Any) -> str:
     """Return the repr of a dataclass or named tuple in one line, with the types and shapes of its arrays."""
     names = getattr(x, "_fields", None) or x.__dataclass_fields__
     return f"{type(x).__name__}({', '.join(f'{name}={_Shapes().repr1(getattr(x, name), 2)}' for name in names)})"
-
-
-def nearest(value: int, choices: Iterable[int]) -> str:
-    """Return the choices next below and above a value that is not one of them, in words: "4 or 8"."""
-    choices = sorted(choices)
-    at = bisect.bisect(choices, value)
-    return " or ".join(str(n) for n in choices[max(0, at - 1) : at + 1])
-
-
-def near_multiples(value: int, factor: int) -> str:
-    """Return the multiples of a factor next below and above a value that is not one, in words: "4 or 8"."""
-    return nearest(value, range(factor, value + factor + 1, factor))
 
 
 def to_python(value: Any) -> Any:

@@ -12,7 +12,6 @@ import optax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxgpt.batch import Batch
-from jaxgpt.config.validate import near_multiples
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import ParallelConfig
 from jaxgpt.layers.block import NO_SHARDING, ShardingHooks
@@ -82,8 +81,7 @@ class BatchSplit:
 def split_batch(batch_size: int, data_parallel_size: int, config: ParallelConfig) -> BatchSplit:
     """Split a batch into the largest micro-batches that fit. Raises `UserError` if it does not divide over the devices."""
     if batch_size % data_parallel_size:
-        near = near_multiples(batch_size, data_parallel_size)
-        remedy = f"take --train.batch-size {near}, or fewer devices (--parallel.strategy single)"
+        remedy = f"take a multiple of {data_parallel_size}, or fewer devices (--parallel.strategy single)"
         raise UserError(f"batch_size={batch_size} does not divide over {data_parallel_size} devices: {remedy}")
     part = batch_size // data_parallel_size
     limit = part if config.micro_batch_size is None else config.micro_batch_size

@@ -88,10 +88,7 @@ class Parameters:
     structured_outputs: dict | None = None
 
     def compile_grammar(self, tokenizer: Tokenizer) -> tuple[str, Grammar | None]:
-        """Return what the completion must match, and the parameter that says so, or None for any text.
-
-        Raises `RequestError` for what is no grammar.
-        """
+        """Return what the completion must match, None for any text, and before it the parameter that says so."""
         kind, value, param = "", None, "response_format"
         match self.response_format:
             case None | {"type": "text"}:
@@ -190,11 +187,10 @@ def parse(kind: type[Fields], raw: bytes, temperature: float = 1.0) -> Fields:
             value = tuple(value) if isinstance(value, list) and hints[name] is not Any else value
             given[name] = check_value(name, value, hints[name])
     if filters:
-        chosen = {name: given.pop(name) for name in filters if name in given}
-        try:
-            given["sampling"] = Sampling(**{"temperature": temperature} | chosen)
-        except UserError as e:
-            raise RequestError(str(e), param=str(e).partition("=")[0]) from None
+        chosen: dict[str, Any] = {"temperature": temperature}
+        chosen |= {name: given.pop(name) for name in filters if name in given}
+        with _naming("logit_bias"):  # the others have been checked
+            given["sampling"] = Sampling(**chosen)
     return kind(**given)
 
 

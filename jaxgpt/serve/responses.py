@@ -234,15 +234,15 @@ class Answer:
         elif self._is_chat:
             logprobs = {"content": [_describe(token) for token in tokens]}
         else:
-            logprobs: dict[str, Any] | None = {
+            places = enumerate(("ids", "texts", "logprobs")) if top else ()
+            logprobs = {
                 "tokens": [token.text for token in tokens],
                 "token_logprobs": [token.logprob for token in tokens],
                 "top_logprobs": [_by_text(token) for token in tokens],
                 "text_offset": [token.offset for token in tokens],
                 "token_ids": [token.id for token in tokens],
+                **{f"top_token_{name}": [[best[at] for best in token.top] for token in tokens] for at, name in places},
             }
-            for at, name in enumerate(("ids", "texts", "logprobs")) if top else ():
-                logprobs[f"top_token_{name}"] = [[best[at] for best in token.top] for token in tokens]
         return {"index": choice.row.index, **content, "logprobs": logprobs, "finish_reason": finish}
 
 
