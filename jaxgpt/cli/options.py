@@ -101,14 +101,13 @@ def parse(
         if dataclasses.is_dataclass(config):
             fields = {path.partition(".")[2]: value for path, value in given.items() if path.startswith(f"{name}.")}
             values[name] = replace_fields(config, fields)
-    as_json = values.get("json", False) if "json" in signature.parameters else values.pop("json", False)
-    if "say" in signature.parameters:
-        values["say"] = say
+    as_json = values.get("json", False)
+    values["say"] = say
 
     def run(**values: Any) -> None:
         print_result(command(**values), as_json=as_json)
 
-    return functools.partial(run, **values)
+    return functools.partial(run, **{name: values[name] for name in signature.parameters if name in values})
 
 
 def list_options(p: inspect.Parameter, is_first: bool, meanings: dict[str, str]) -> Iterator[Option]:

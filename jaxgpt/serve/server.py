@@ -52,8 +52,7 @@ def make_server(
 ) -> tuple[ASGIApp, Callable[..., None]]:
     """Return the ASGI application of a run, which answers 503 at first, and a function that compiles everything for it.
 
-    That is given a function, which it calls with the name of each program before it is compiled.
-    key: what clients must send. None means nothing. log: from `make_log`.
+    That calls what it is given with the name of each program. key: what clients must send, if any. log: of `make_log`.
     """
     served = Served(run, options)
     (model, params), vocab_size = run.decode_params, run.tokenizer.vocab_size
@@ -179,11 +178,7 @@ class Guard:
     def __init__(
         self, app: Starlette, scheduler: Scheduler, options: ServeOptions, key: str | None, log: Callable[..., None]
     ):
-        """Guard an application.
-
-        scheduler: its status and metrics are read. key: what clients must send. None lets everybody ask. log: is given
-        the fields of each request.
-        """
+        """Guard an application. key: what clients must send, if any. log: is given the fields of each request."""
         self._app, self._key, self._timeout, self._origins = app, key, options.timeout, set(options.allowed_origin)
         self._scheduler, self._metrics, self._log = scheduler, scheduler.metrics, log
         self._paths = {getattr(route, "path", "") for route in app.routes}  # the paths that the metrics tell apart
@@ -261,13 +256,10 @@ class Guard:
         """
         found = HOST.fullmatch(host)
         name = found[1] if found else ""
-        if {host, name} & self._names:
-            return True
-        try:
+        with contextlib.suppress(ValueError):
             ipaddress.IPv6Address(name[1:-1]) if name.startswith("[") else ipaddress.IPv4Address(name)
-        except ValueError:
-            return False
-        return True
+            return True
+        return bool({host, name} & self._names)
 
     async def _read(self, receive: Receive) -> bytes | None:
         """Return the body, counted while it arrives, or None if the client left."""

@@ -287,7 +287,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def _model_card(run: Run, family: Family) -> str:
-    """Return README.md, whose header the Hub reads. It has names of files, not their directories."""
+    """Return README.md, whose header the Hub reads."""
     return Template(read_asset("model_card.md")).substitute(
         dataclasses.asdict(run.model.config.explicit()),
         name=run.experiment.name,

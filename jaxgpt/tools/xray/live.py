@@ -94,10 +94,7 @@ def make_page(run: Run, prompt: str | None = None, *, weights: Weights = "int8")
 
 
 def hold(params: Params, weights: Weights) -> Params:
-    """Return parameters as the page holds them: all in float32, but matrices as {"values": [F, D], "scale": [F] or None}.
-
-    Matrices are row-major by output, with int8 or float32 values. params: a model's, without `scan_layers`.
-    """
+    """Return parameters of unstacked layers in float32, matrices as {"values": [F, D], "scale": [F] or None}."""
 
     def convert(path: Any, given: jax.Array) -> Any:
         x = np.asarray(given, np.float32)
