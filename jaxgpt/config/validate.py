@@ -116,9 +116,9 @@ def _is_a(value: Any, hint: Any) -> bool:
         return isinstance(value, str) and value in arguments
     if origin in (Union, types.UnionType):
         return any(_is_a(value, h) for h in arguments)
-    if origin is tuple:
-        hints = arguments[:1] * len(value) if arguments[-1] is ... and isinstance(value, tuple) else arguments
-        return isinstance(value, tuple) and len(value) == len(hints) and all(map(_is_a, value, hints))
+    if origin is tuple and isinstance(value, tuple):
+        hints = arguments[:1] * len(value) if arguments[-1] is ... else arguments
+        return len(value) == len(hints) and all(map(_is_a, value, hints))
     if hint in (float, int):  # an int is a fine learning rate, and True is not
         return isinstance(value, int | hint) and not isinstance(value, bool)
     return hint is Any or isinstance(value, origin or hint)

@@ -67,8 +67,8 @@ def import_model(
     Raises:
         UserError: the model cannot be read, or `run_dir` is not empty. Nothing is written then.
     """
-    is_gguf, directory = name.endswith(".gguf"), Path(run_dir)
-    source, fields = open_gguf(Path(name), tokenizer) if is_gguf else (open_source(name, tokenizer), {})
+    directory = Path(run_dir)
+    source, fields = open_gguf(Path(name), tokenizer) if name.endswith(".gguf") else (open_source(name, tokenizer), {})
     model_type = next((kind for kind, family in FAMILIES.items() if family is source.family), source.family.model_type)
     title = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(name).resolve().name)[:100].strip("-") or "imported"
     _check_empty(directory, "--run-dir")
@@ -77,7 +77,7 @@ def import_model(
             params = read_params(source.tensors, source.family, source.config, dtype=dtype)
             with contextlib.closing(Checkpoints(directory / "checkpoints")) as checkpoints:
                 checkpoints.save_params(params, 0)
-            if is_gguf:
+            if fields:
                 _keep_settings(fields, source, directory)
             else:
                 keep_companions(source.directory, directory)

@@ -380,7 +380,7 @@ def map_embedding(run: Run, ids: list[int], windows_NT: np.ndarray | None, array
     vectors_VD = read_embedding(run.params)[: run.tokenizer.vocab_size]
     shown = rest = np.arange(len(vectors_VD))
     if len(rest) > LABELS:  # the text's tokens, and the most frequent ones of the corpus
-        own = np.unique(np.asarray(ids, np.int64))
+        own = np.unique(ids)
         if windows_NT is not None:
             rest = np.argsort(-np.bincount(windows_NT.ravel(), minlength=len(rest)), kind="stable")
         shown = np.concatenate([own, rest[~np.isin(rest, own)]])[: max(LABELS, len(own))]
