@@ -143,7 +143,7 @@ def find_meanings(doc: str) -> dict[str, str]:
 
 def read_values(parser: Parser, options: Sequence[Option], argv: list[str]) -> dict[str, Any]:
     """Return the values that words give to options, by their paths. Raises `UserError`."""
-    end = argv.index("--") if "--" in argv else len(argv)
+    end = [*argv, "--"].index("--")
     words = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), word) for word in argv[:end]]
     found, rest = parser.parse_known_args(join_mixture(words))
     if unknown := next((word.partition("=")[0] for word in rest if word.startswith("-")), None):
@@ -209,9 +209,9 @@ def parse_words(option: Option, words: list[str]) -> Any:
 def suggest_option(word: str, options: Sequence[Option]) -> str:
     """Return a question that names the option that may be meant."""
     fields = {option.name.rpartition(".")[2]: option.name for option in options if "." in option.name}
-    word = word.lstrip("-")
-    meant = fields.get(WORDS.get(word, word))
-    return f" (did you mean {meant}?)" if meant else suggest(f"--{word}", [option.name for option in options])
+    last = word.lstrip("-")
+    meant = fields.get(WORDS.get(last, last))
+    return f" (did you mean {meant}?)" if meant else suggest(word, [option.name for option in options])
 
 
 def join_mixture(argv: list[str]) -> list[str]:
@@ -228,8 +228,8 @@ def render_help(parser: Parser, options: Sequence[Option], text: str, operand: s
     """Return a page of help: what the command does, an example, and the options."""
     purpose, *more = text.strip().split("\n", 1)
     more += [f"{option.name}: {show_meaning(option, False)}" for option in options if option.is_operand]
-    operand = operand or (options[0].name if options[0].is_operand else "")
-    parser.usage = " ".join(filter(None, [parser.prog, operand, "[OPTIONS]"]))
+    operands = [operand] if operand else [option.name for option in options[:1] if option.is_operand]
+    parser.usage = " ".join([parser.prog, *operands, "[OPTIONS]"])
     width = min(100, shutil.get_terminal_size().columns)
     paragraphs = [purpose, f"example: {example}", *(textwrap.fill(" ".join(x.split()), width) for x in more)]
     parser.description = "\n\n".join(paragraphs)

@@ -207,7 +207,7 @@ class Row:
 
     index: int  # position in the request of the client
     request: Request  # what the engine is asked. max_new_tokens of 0 asks only for the scores of the prompt
-    text: str | None = None  # the text that was encoded as the prompt. None if ids or messages were given
+    prompt: Prompt | None = None  # as it was given. None for messages
     offer: Offer | None = None
     is_scored: bool = False  # whether the prompt's log-probabilities are needed
     is_finished: bool = False  # written by the event loop, read by the scheduler's thread
@@ -292,7 +292,6 @@ class Served:
         keys = prompt_keys(jax.random.key(seed), [ids for _, ids in each])
         rows = []
         for index, (prompt, ids) in enumerate(each):
-            text = prompt if isinstance(prompt, str) else None
             request = Request(
                 prompt=ids,
                 key=keys[index],
@@ -302,7 +301,7 @@ class Served:
                 top_logprobs=top,
                 grammar=grammar,
             )
-            rows.append(Row(index=index, request=request, text=text, offer=offer, is_scored=is_scored))
+            rows.append(Row(index=index, request=request, prompt=prompt, offer=offer, is_scored=is_scored))
         return rows
 
     def encode(self, prompt: Prompt) -> list[int]:

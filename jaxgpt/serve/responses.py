@@ -49,7 +49,7 @@ class Choice:
         self.num_tokens = self.num_cached = 0  # tokens generated, and tokens of the prompt that were not computed again
         self._served, self._has_many_calls = served, p.parallel_tool_calls
         self._echo = isinstance(p, CompletionParameters) and p.echo  # the prompt is the beginning of the text
-        context = () if row.text == "" else row.request.prompt
+        context = () if row.prompt == "" else row.request.prompt
         self._detokenizer = Detokenizer(served.run.tokenizer, p.stop, context)
         self._start = 0  # characters of the text before those of the completion
         self._held: list[Token] = []  # tokens with text that is not out yet
@@ -95,9 +95,11 @@ class Choice:
         return self.content[before:]
 
     def _repeat_prompt(self, scores: PromptScores | None) -> tuple[str, list[Token]]:
-        tokenizer, ids, text = self._served.run.tokenizer, self.row.request.prompt, self.row.text
-        first = 0 if text is None else len(ids) - len(tokenizer.encode(text))  # those before it are a prefix
-        text = tokenizer.decode(ids) if text is None else text
+        tokenizer, ids, first, text = self._served.run.tokenizer, self.row.request.prompt, 0, self.row.prompt
+        if isinstance(text, str):
+            first = len(ids) - len(tokenizer.encode(text))  # those before it are a prefix
+        else:
+            text = tokenizer.decode(ids)
         if scores is None:
             return text, []
         places, tokens, most = Detokenizer(tokenizer), [], self.row.request.top_logprobs

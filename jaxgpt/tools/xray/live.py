@@ -131,8 +131,7 @@ def describe_tokenizer(tokenizer: Tokenizer, arrays: Arrays) -> dict[str, Any]:
         codes, tokens = {letter: byte for byte, letter in enumerate(letters)}, [b""] * tokenizer.vocab_size
         for text, i in [*vocab.items(), *((token["content"], token["id"]) for token in added)]:
             tokens[i] = bytes(codes[c] for c in text) if all(c in codes for c in text) else text.encode()
-        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-        triples = [(vocab[left], vocab[right], vocab[left + right]) for left, right in pairs]
+        triples = [(vocab[left], vocab[right], vocab[left + right]) for left, right in model["merges"]]
         alphabet, whole_words = np.array([vocab[x] for x in letters], np.int32), bool(model["ignore_merges"])
     else:
         raise UserError("the page needs text, and this run's tokens are bare ids: train with a tokenizer of text")
