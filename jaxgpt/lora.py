@@ -166,19 +166,16 @@ def init_adapters(config: LoraConfig, key: jax.Array, params: dict) -> dict:
     kernels = {path[:-1]: flat[path] for path in _kernels(flat)}
     names = {path[-1] for path in kernels}
     if unknown := sorted({*config.targets} - names):
-        raise UserError(
-            f"lora.targets has {', '.join(unknown)}: give some of {', '.join(sorted(names))}, which this model has"
-        )
+        raise UserError(f"lora.targets has {', '.join(unknown)}: this model has {', '.join(sorted(names))}")
     adapters: dict[tuple[str, ...], jax.Array] = {}
     for number, (path, x_DF) in enumerate(sorted(kernels.items())):
-        if path[-1] in config.targets:
-            *layers, D, F = x_DF.shape
-            if config.rank >= min(D, F):
-                raise UserError(
-                    f"lora.rank={config.rank}: needs less than {min(D, F)}, the full rank of {'/'.join(path)}"
-                )
-            a_DR = jax.random.normal(jax.random.fold_in(key, number), (*layers, D, config.rank)) / D**0.5
-            adapters |= {(*path, A): a_DR, (*path, B): jnp.zeros((*layers, config.rank, F))}
+        if path[-1] not in config.targets:
+            continue
+        *layers, D, F = x_DF.shape
+        if config.rank >= min(D, F):
+            raise UserError(f"lora.rank={config.rank}: needs less than {min(D, F)}, the full rank of {'/'.join(path)}")
+        a_DR = jax.random.normal(jax.random.fold_in(key, number), (*layers, D, config.rank)) / D**0.5
+        adapters |= {(*path, A): a_DR, (*path, B): jnp.zeros((*layers, config.rank, F))}
     return traverse_util.unflatten_dict(adapters)
 
 
