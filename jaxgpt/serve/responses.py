@@ -227,8 +227,7 @@ class Answer:
     ) -> dict[str, Any]:
         """Return a choice. Its log-probabilities are objects in a chat, and otherwise OpenAI's older lists.
 
-        `top_logprobs` there has the most probable of several tokens with one text. The lists with names that begin with
-        `top_token` have all alternatives, best first.
+        Of tokens with one text `top_logprobs` there has the likeliest. The lists `top_token_...` have all, best first.
         """
         top = choice.row.request.top_logprobs  # 0 wants the tokens' own
         if tokens is None or top is None:

@@ -95,10 +95,7 @@ class Scheduler:
             raise RequestError(message, status=429, code="queue_full")
 
     def submit(self, rows: Sequence[Row]) -> asyncio.Queue[Update | Exception]:
-        """Queue the rows of a request, all or none, and return where their news arrive.
-
-        Raises `RequestError` as `check_room`.
-        """
+        """Queue the rows of a request, all or none, and return where their news arrive: see `check_room`."""
         loop, news = asyncio.get_running_loop(), asyncio.Queue[Update | Exception]()
 
         def deliver(update: Update | Exception) -> None:
