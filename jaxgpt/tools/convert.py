@@ -225,9 +225,7 @@ def export_peft(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | N
     if base is None:
         raise UserError(f"{directory} adapts a run, and PEFT opens none. Give --to hf, to merge the adapters.")
     if lora.frozen != "float32":
-        warnings.warn(
-            f"the adapters learnt on matrices in {lora.frozen}, and PEFT adds them to exact ones", stacklevel=2
-        )
+        warnings.warn(f"the adapters learnt on {lora.frozen} matrices, and PEFT adds them to exact ones", stacklevel=2)
     model = metadata.model.make_model()
     like = with_shardings(model.shapes(), whole_everywhere())
     adapters = restore_adapters(metadata, open_checkpoints(directory), loaded.step, like)
