@@ -18,7 +18,6 @@ from jaxgpt.config.validate import (
     NonNegativeInt,
     PositiveInt,
     Size,
-    nearest,
     short,
 )
 from jaxgpt.data.dataset import DataConfig
@@ -132,8 +131,7 @@ class Experiment(Checked):
             raise UserError(f"lora.rank={self.lora.rank} trains adapters of {weights}")
         chunk, context = self.parallel.loss_chunk, self.model.block_size
         if chunk is not None and chunk < context and context % chunk:
-            near = nearest(chunk, (n for n in range(1, context + 1) if context % n == 0))
-            raise UserError(f"parallel.loss_chunk={chunk} does not divide model.block_size={context}: take {near}")
+            raise UserError(f"parallel.loss_chunk={chunk} does not divide model.block_size={context}: take a divisor")
         horizons, steps = self.optim.horizons, self.train.steps
         if any(later <= earlier for earlier, later in itertools.pairwise((0, *horizons, steps))):
             raise UserError(f"optim.horizons={horizons}: needs rising steps below train.steps={steps}")

@@ -7,7 +7,6 @@ W. After training the adapters are merged into W. With `LoraConfig.frozen` each 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
@@ -59,13 +58,7 @@ def with_adapters(function: F) -> F:
 
     It calls `model.apply` with parameters of `join_adapters`, for example the loss of `loss.make_loss`. Jit it after this.
     """
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with nn.intercept_methods(_add_adapter):
-            return function(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
+    return nn.intercept_methods(_add_adapter)(function)  # in the context, at each call
 
 
 def _add_adapter(call: Callable, args: tuple[Any, ...], kwargs: dict, context: Any) -> Any:
@@ -172,20 +165,17 @@ def init_adapters(config: LoraConfig, key: jax.Array, params: dict) -> dict:
     flat = _flat(params)
     kernels = {path[:-1]: flat[path] for path in _kernels(flat)}
     names = {path[-1] for path in kernels}
-    if unknown := [name for name in config.targets if name not in names]:
-        raise UserError(
-            f"lora.targets has {', '.join(unknown)}: give some of {', '.join(sorted(names))}, which this model has"
-        )
+    if unknown := sorted({*config.targets} - names):
+        raise UserError(f"lora.targets has {', '.join(unknown)}: this model has {', '.join(sorted(names))}")
     adapters: dict[tuple[str, ...], jax.Array] = {}
     for number, (path, x_DF) in enumerate(sorted(kernels.items())):
-        if path[-1] in config.targets:
-            *layers, D, F = x_DF.shape
-            if config.rank >= min(D, F):
-                raise UserError(
-                    f"lora.rank={config.rank}: needs less than {min(D, F)}, the full rank of {'/'.join(path)}"
-                )
-            a_DR = jax.random.normal(jax.random.fold_in(key, number), (*layers, D, config.rank)) / D**0.5
-            adapters |= {(*path, A): a_DR, (*path, B): jnp.zeros((*layers, config.rank, F))}
+        if path[-1] not in config.targets:
+            continue
+        *layers, D, F = x_DF.shape
+        if config.rank >= min(D, F):
+            raise UserError(f"lora.rank={config.rank}: needs less than {min(D, F)}, the full rank of {'/'.join(path)}")
+        a_DR = jax.random.normal(jax.random.fold_in(key, number), (*layers, D, config.rank)) / D**0.5
+        adapters |= {(*path, A): a_DR, (*path, B): jnp.zeros((*layers, config.rank, F))}
     return traverse_util.unflatten_dict(adapters)
 
 

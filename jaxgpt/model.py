@@ -22,7 +22,6 @@ from jaxgpt.config.validate import (
     PositiveFloat,
     Size,
     check_value,
-    near_multiples,
 )
 from jaxgpt.errors import UserError
 from jaxgpt.layers import Attention
@@ -120,8 +119,8 @@ class GPTConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.head_dim is None and self.n_embd % self.n_head:
-            near = f"take n_embd={near_multiples(self.n_embd, self.n_head)}, or other heads"
-            raise UserError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: {near}")
+            remedy = "take a multiple, or other heads"
+            raise UserError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: {remedy}")
         if self.n_kv_head is not None and self.n_head % self.n_kv_head:
             take = f"take n_kv_head from {[k for k in range(1, self.n_head + 1) if self.n_head % k == 0]}"
             raise UserError(f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}: {take}")

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 
 import jax
 
@@ -17,7 +17,7 @@ from jaxgpt.errors import UserError, reason_of
 from jaxgpt.parallel.signals import catch_signals
 from jaxgpt.run import Run, load
 from jaxgpt.sample import MAX_NEW_TOKENS, Precision, Sampling
-from jaxgpt.sample.engine import Engine, Request, iter_text, prompt_key
+from jaxgpt.sample.engine import Detokenizer, Engine, Request, prompt_key
 from jaxgpt.sample.programs import cache_columns
 
 CONTEXT = 4096  # tokens: a longer context takes memory that few conversations need
@@ -173,18 +173,15 @@ class Conversation:
             stop_tokens=self._stop_tokens,
         )
         slot, text, finish = self._engine.submit(request), "", None
-
-        def draw() -> Iterator[list[int]]:
-            nonlocal finish
-            while finish is None:
+        detokenizer = Detokenizer(self.run.tokenizer, stop, ids)
+        try:
+            while finish is None and not detokenizer.stopped:
                 for piece in self._engine.step(EVERY):
                     finish = piece.finish
-                    yield piece.tokens
-
-        try:
-            for piece in iter_text(self.run.tokenizer, draw(), stop, ids):
-                text += piece
-                yield piece
+                    new = detokenizer.push(piece.tokens)
+                    new += detokenizer.rest() if finish else ""
+                    text += new
+                    yield new
         finally:
             if finish is None:
                 self._engine.cancel(slot)

@@ -42,9 +42,8 @@ def load_file(named: str) -> tuple[Experiment, list[Callable[[dict[str, Any]], N
     file, has_attribute, attribute = named.partition(".py:")
     path, name = (Path(file + ".py"), attribute) if has_attribute else (Path(named), "experiment")
     if not _is_program(path):
-        known = ", ".join(EXPERIMENTS)
-        meant = suggest(named, EXPERIMENTS)
-        raise UserError(f"no experiment {named!r}{meant}: give a .py file that is there, or one of {known}, depth:N")
+        known = f"a .py file that is there, or one of {', '.join(EXPERIMENTS)}, depth:N"
+        raise UserError(f"no experiment {named!r}{suggest(named, EXPERIMENTS)}: give {known}")
     found = vars(run_file(path))
     experiment = found.get(name)
     if not isinstance(experiment, Experiment):
@@ -60,7 +59,7 @@ def load_variants(named: str) -> dict[str, Experiment]:
     """Return `variants` of a Python file: the experiments that a study compares, by name. Raises `UserError`."""
     path = Path(named)
     found = vars(run_file(path)).get("variants") if _is_program(path) else None
-    is_right = isinstance(found, dict) and found and all(isinstance(name, str) for name in found)
+    is_right = isinstance(found, dict) and {*map(type, found)} == {str}
     if not is_right or not all(isinstance(one, Experiment) for one in found.values()):
         raise UserError(f"no study {named!r}: give a .py file with `variants = {{name: Experiment(...), ...}}` in it")
     return found

@@ -101,14 +101,13 @@ def parse(
         if dataclasses.is_dataclass(config):
             fields = {path.partition(".")[2]: value for path, value in given.items() if path.startswith(f"{name}.")}
             values[name] = replace_fields(config, fields)
-    as_json = values.get("json", False) if "json" in signature.parameters else values.pop("json", False)
-    if "say" in signature.parameters:
-        values["say"] = say
+    as_json = values.get("json", False)
+    values["say"] = say
 
     def run(**values: Any) -> None:
         print_result(command(**values), as_json=as_json)
 
-    return functools.partial(run, **values)
+    return functools.partial(run, **{name: values[name] for name in signature.parameters if name in values})
 
 
 def list_options(p: inspect.Parameter, is_first: bool, meanings: dict[str, str]) -> Iterator[Option]:
@@ -144,7 +143,7 @@ def find_meanings(doc: str) -> dict[str, str]:
 
 def read_values(parser: Parser, options: Sequence[Option], argv: list[str]) -> dict[str, Any]:
     """Return the values that words give to options, by their paths. Raises `UserError`."""
-    end = argv.index("--") if "--" in argv else len(argv)
+    end = [*argv, "--"].index("--")
     words = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), word) for word in argv[:end]]
     found, rest = parser.parse_known_args(join_mixture(words))
     if unknown := next((word.partition("=")[0] for word in rest if word.startswith("-")), None):
@@ -185,13 +184,13 @@ def make_parser(options: Sequence[Option], prog: str, *, is_complete: bool) -> P
         if option.hint is bool:  # --fresh, --no-fresh, --model.no-bias
             group.add_argument(option.name, action="store_true", help=help, **every)
             if not last.startswith("no-"):
-                negation = "--" + ".".join(filter(None, (section, f"no-{last}")))
+                negation = f"{option.name.removesuffix(last)}no-{last}"
                 group.add_argument(negation, action="store_false", help=argparse.SUPPRESS, **every)
             continue
         repeats = option.hint == tuple[str, ...] and not section  # --stop a --stop b, but --lora.targets q v
         many = "*" if option.items and not repeats else 1
         action = "extend" if repeats else "store"
-        group.add_argument(option.name, nargs=many, action=action, metavar=show_value(option.hint), help=help, **every)
+        group.add_argument(option.name, nargs=many, action=action, metavar=show_value(option), help=help, **every)
     parser.epilog = "--no-NAME switches a flag off." if is_complete else f"All options: {prog} --help-all"
     return parser
 
@@ -210,9 +209,9 @@ def parse_words(option: Option, words: list[str]) -> Any:
 def suggest_option(word: str, options: Sequence[Option]) -> str:
     """Return a question that names the option that may be meant."""
     fields = {option.name.rpartition(".")[2]: option.name for option in options if "." in option.name}
-    word = word.lstrip("-").replace("_", "-")
-    meant = fields.get(WORDS.get(word, word))
-    return f" (did you mean {meant}?)" if meant else suggest(f"--{word}", [option.name for option in options])
+    last = word.lstrip("-")
+    meant = fields.get(WORDS.get(last, last))
+    return f" (did you mean {meant}?)" if meant else suggest(word, [option.name for option in options])
 
 
 def join_mixture(argv: list[str]) -> list[str]:
@@ -229,20 +228,18 @@ def render_help(parser: Parser, options: Sequence[Option], text: str, operand: s
     """Return a page of help: what the command does, an example, and the options."""
     purpose, *more = text.strip().split("\n", 1)
     more += [f"{option.name}: {show_meaning(option, False)}" for option in options if option.is_operand]
-    operand = operand or (options[0].name if options[0].is_operand else "")
-    parser.usage = " ".join(filter(None, [parser.prog, operand, "[OPTIONS]"]))
+    operands = [operand] if operand else [option.name for option in options[:1] if option.is_operand]
+    parser.usage = " ".join([parser.prog, *operands, "[OPTIONS]"])
     width = min(100, shutil.get_terminal_size().columns)
     paragraphs = [purpose, f"example: {example}", *(textwrap.fill(" ".join(x.split()), width) for x in more)]
     parser.description = "\n\n".join(paragraphs)
     return parser.format_help().rstrip()
 
 
-def show_value(hint: Any) -> str | tuple[str, ...]:
-    """Return what stands for a value of this type in the help."""
-    kinds = [hint, *get_args(hint)]
-    if items := next((get_args(kind) for kind in kinds if get_origin(kind) is tuple), None):
-        hint = items[0]
-    if choices := next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), None):
+def show_value(option: Option) -> str:
+    """Return what stands for a value of an option in the help."""
+    hint = option.items[0] if option.items else option.hint
+    if choices := next((get_args(kind) for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal), None):
         return f"{{{','.join(choices)}}}"
     plain = plain_types(hint)
     return next((shown for kind, shown in VALUES.items() if kind in plain), "VALUE")

@@ -17,13 +17,11 @@ from jaxgpt.errors import UserError
 
 T = TypeVar("T")
 
-# Fields that earlier versions wrote: the value that changes nothing (... means any), and what to take for the others.
+# Fields that earlier versions wrote, and what to take for a value that is neither 0 nor null. "" means nothing.
 GONE = {
-    "n_encoder_layer": (0, "models with an encoder are experiments/transformer_2017"),
-    "skip_spikes": (..., "no spike is skipped from now on, but by the optimizer of experiments/zoo/skip_spikes.py"),
-    "check_replicas_every": (..., ""),
-    "watchdog": (..., ""),
-    "loss_kernel": (..., ""),
+    "n_encoder_layer": "models with an encoder are experiments/transformer_2017",
+    "skip_spikes": "no spike is skipped from now on, but by the optimizer of experiments/zoo/skip_spikes.py",
+    **dict.fromkeys(("check_replicas_every", "watchdog", "loss_kernel"), ""),
 }
 
 
@@ -102,13 +100,12 @@ def from_dict(
         cls, values = found, {key: x for key, x in values.items() if key != "class"}
     hints = field_hints(cls)
     for key in GONE.keys() & values.keys() - hints.keys():
-        harmless, instead = GONE[key]
-        said = f"{where}{key}={short(values[key])}: {instead}"
-        if harmless not in (..., values[key]):
+        said = f"{where}{key}={short(values[key])}: {GONE[key]}"
+        if values[key] and key == "n_encoder_layer":
             raise UserError(said)
-        if instead and harmless is ... and values[key] is not None:
+        if values[key] and GONE[key]:
             warnings.warn(said, UserWarning, stacklevel=2)
-        values = {other: x for other, x in values.items() if other != key}
+    values = {key: x for key, x in values.items() if key in hints or key not in GONE}
     for key in values:
         if key not in hints:
             raise UserError(f"unknown field {where}{str(key)[:80]}{suggest(str(key), hints)}")

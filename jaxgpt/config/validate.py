@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import inspect
-import math
 import operator
 import reprlib
 import types
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from jaxgpt.errors import UserError
@@ -61,18 +58,6 @@ def short_repr(x: Any) -> str:
     return f"{type(x).__name__}({', '.join(f'{name}={_Shapes().repr1(getattr(x, name), 2)}' for name in names)})"
 
 
-def nearest(value: int, choices: Iterable[int]) -> str:
-    """Return the choices next below and above a value that is not one of them, in words: "4 or 8"."""
-    choices = sorted(choices)
-    at = bisect.bisect(choices, value)
-    return " or ".join(str(n) for n in choices[max(0, at - 1) : at + 1])
-
-
-def near_multiples(value: int, factor: int) -> str:
-    """Return the multiples of a factor next below and above a value that is not one, in words: "4 or 8"."""
-    return nearest(value, range(factor, value + factor + 1, factor))
-
-
 def to_python(value: Any) -> Any:
     """Convert a scalar of NumPy or JAX to Python's, for JSON and hashing. Return other values unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
@@ -104,8 +89,6 @@ def check_value(name: str, value: Any, hint: Any) -> Any:
     value = to_python(value)
     if not _is_a(value, hint):
         raise UserError(f"{name}={short(value)}: needs {_describe(hint)}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{name}={value}: needs a finite number")
     if isinstance(value, float) and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
         raise UserError(f"{name}={value}: needs 0, or a size from {SMALLEST_FLOAT:g} to {LARGEST_FLOAT:g}")
     if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
@@ -119,13 +102,10 @@ def check_value(name: str, value: Any, hint: Any) -> Any:
 
 
 def _check_bounds(name: str, value: float, bounds: Interval) -> None:
-    given = {key: bound for key, bound in bounds._asdict().items() if bound is not None}
-    broken = [key for key, bound in given.items() if not getattr(operator, key)(value, bound)]
-    if broken:
-        named = broken if isinstance(value, int) else given  # a float's message names both bounds
-        words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-        needed = [f"{words[key]} {given[key]:{',' if isinstance(given[key], int) else 'g'}}" for key in named]
-        raise UserError(f"{name}={short(value)}: needs {' and '.join(needed)}")
+    for key, words in zip(Interval._fields, ("at least", "more than", "at most", "less than"), strict=True):
+        bound = getattr(bounds, key)
+        if bound is not None and not getattr(operator, key)(value, bound):
+            raise UserError(f"{name}={short(value)}: needs {words} {bound:,}")
 
 
 def _is_a(value: Any, hint: Any) -> bool:
@@ -136,9 +116,9 @@ def _is_a(value: Any, hint: Any) -> bool:
         return isinstance(value, str) and value in arguments
     if origin in (Union, types.UnionType):
         return any(_is_a(value, h) for h in arguments)
-    if origin is tuple:
-        hints = arguments[:1] * len(value) if arguments[-1] is ... and isinstance(value, tuple) else arguments
-        return isinstance(value, tuple) and len(value) == len(hints) and all(map(_is_a, value, hints))
+    if origin is tuple and isinstance(value, tuple):
+        hints = arguments[:1] * len(value) if arguments[-1] is ... else arguments
+        return len(value) == len(hints) and all(map(_is_a, value, hints))
     if hint in (float, int):  # an int is a fine learning rate, and True is not
         return isinstance(value, int | hint) and not isinstance(value, bool)
     return hint is Any or isinstance(value, origin or hint)
@@ -152,8 +132,5 @@ def _describe(hint: Any) -> str:
         return "one of " + ", ".join(arguments)
     if origin in (Union, types.UnionType):
         return " or ".join(_describe(h) for h in arguments)
-    if origin is tuple:
-        each = [_describe(argument) for argument in arguments if argument is not ...]
-        return f"a list, of each {each[0]}" if ... in arguments else " and ".join(each)
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    return names.get(hint, "nothing (None)" if hint is type(None) else getattr(hint, "__name__", str(hint)))
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", tuple: "a list"}
+    return names.get(origin or hint, "nothing (None)" if hint is type(None) else getattr(hint, "__name__", str(hint)))

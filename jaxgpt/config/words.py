@@ -68,10 +68,7 @@ def replace_fields(config: T, values: dict[str, Any]) -> T:
 
 
 def field_comments(cls: type) -> dict[str, str]:
-    """Return what is said of each field of a class: at the end of its line, or above it.
-
-    A field without a comment of its own, in the line after another field, shares that field's.
-    """
+    """Return what is said of each field of a class: beside or above it, or of the field in the line before."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not inspect.get_annotations(base):

@@ -17,7 +17,6 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxgpt.config.validate import near_multiples
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import ParallelConfig
 from jaxgpt.layers.block import ShardingHooks
@@ -126,8 +125,7 @@ def check_divisible(model: GPTConfig, sizes: Mapping[str, int]) -> None:
     for (field, axis), size in checks.items():
         n = sizes[axis]
         if size % n:
-            said = f"model.{field}={size} does not divide over parallel.{axis}={n}"
-            raise UserError(f"{said}: take {near_multiples(size, n)}")
+            raise UserError(f"model.{field}={size} does not divide over parallel.{axis}={n}: take a multiple of {n}")
 
 
 def _slice_index(device: jax.Device) -> int | None:

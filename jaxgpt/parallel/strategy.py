@@ -12,7 +12,6 @@ import optax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxgpt.batch import Batch
-from jaxgpt.config.validate import near_multiples
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import ParallelConfig
 from jaxgpt.layers.block import NO_SHARDING, ShardingHooks
@@ -80,9 +79,8 @@ class BatchSplit(NamedTuple):
 def split_batch(batch_size: int, data_parallel_size: int, config: ParallelConfig) -> BatchSplit:
     """Split a batch into the largest micro-batches that fit. Raises `UserError` if it does not divide over the devices."""
     if batch_size % data_parallel_size:
-        near = near_multiples(batch_size, data_parallel_size)
-        said = f"batch_size={batch_size} does not divide over {data_parallel_size} devices"
-        raise UserError(f"{said}: take --train.batch-size {near}")
+        remedy = f"take a multiple of {data_parallel_size}, or fewer devices (--parallel.strategy single)"
+        raise UserError(f"batch_size={batch_size} does not divide over {data_parallel_size} devices: {remedy}")
     part = batch_size // data_parallel_size
     limit = min(part, config.micro_batch_size or part)
     micro = max(n for n in range(1, limit + 1) if part % n == 0)

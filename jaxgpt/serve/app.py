@@ -23,7 +23,7 @@ from jaxgpt.serve.requests import (
     TokenizeParameters,
     parse,
 )
-from jaxgpt.serve.responses import RETRY_AFTER, Answer, refuse, respond
+from jaxgpt.serve.responses import Answer, refuse, respond
 from jaxgpt.serve.scheduler import Scheduler
 from jaxgpt.tools.html_page import hash_source, read_asset
 
@@ -68,8 +68,8 @@ def make_app(served: Served, scheduler: Scheduler, log: Callable[[str], None] | 
         return respond({"id": request.path_params["name"], **described})
 
     async def health(request: Request) -> Response:
-        status, later = scheduler.status, {"retry-after": RETRY_AFTER}
-        return respond({"status": status}) if status == "ok" else respond({"status": status}, 503, later)
+        status = scheduler.status
+        return respond({"status": status}, 200 if status == "ok" else 503)
 
     async def metrics(request: Request) -> Response:
         text = prometheus_client.generate_latest(scheduler.metrics.registry)

@@ -27,8 +27,8 @@ from jaxgpt.sample.programs import MAX_TOP, check_ids
 from jaxgpt.serve import ServeOptions
 
 # These parameters change nothing here, and clients send them unasked.
-IGNORED = ("user", "store", "metadata", "service_tier", "reasoning_effort", "verbosity")
-IGNORED += ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "prediction")
+IGNORED = """user store metadata service_tier reasoning_effort verbosity prompt_cache_key
+    prompt_cache_options prompt_cache_retention safety_identifier prediction""".split()
 # Clients send these values to ask for nothing, as null does. Parameters that are refused otherwise are among them.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_k": (0, -1),
@@ -88,10 +88,7 @@ class Parameters:
     structured_outputs: dict | None = None
 
     def compile_grammar(self, tokenizer: Tokenizer) -> tuple[str, Grammar | None]:
-        """Return what the completion must match, and the parameter that says so, or None for any text.
-
-        Raises `RequestError` for what is no grammar.
-        """
+        """Return what the completion must match, None for any text, and before it the parameter that says so."""
         kind, value, param = "", None, "response_format"
         match self.response_format:
             case None | {"type": "text"}:
@@ -108,7 +105,7 @@ class Parameters:
             asked = {name: held for name, held in self.structured_outputs.items() if held is not None}
             is_one = len(asked) == 1 and asked.keys() <= GRAMMARS.keys() and not kind
             message = f"structured_outputs={short(asked)}: needs one of {', '.join(GRAMMARS)}, without response_format"
-            _need(is_one, "structured_outputs", message)
+            _need(is_one, message, "structured_outputs")
             ((kind, value),) = asked.items()
         if not kind:
             return "", None
@@ -132,12 +129,11 @@ class CompletionParameters(Parameters):
     @property
     def prompts(self) -> list[Prompt]:
         """Return the prompts. Raises `RequestError` for another shape, in which the client sent them."""
-        is_one = isinstance(self.prompt, str) or _are_ids(self.prompt)
-        prompts = [self.prompt] if is_one else self.prompt
-        if isinstance(prompts, list) and prompts and all(isinstance(p, str) or _are_ids(p) for p in prompts):
-            return prompts
+        prompts = [self.prompt] if _is_prompt(self.prompt) else self.prompt
+        is_right = isinstance(prompts, list) and prompts and all(map(_is_prompt, prompts))
         needed = "a text, a list of texts, token ids, or a list of lists of token ids; none of the lists empty"
-        raise RequestError(f"prompt={short(self.prompt)}: needs {needed}", param="prompt")
+        _need(is_right, f"prompt={short(self.prompt)}: needs {needed}", "prompt")
+        return prompts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,12 +165,9 @@ def parse(kind: type[Fields], raw: bytes, temperature: float = 1.0) -> Fields:
     Raises `RequestError` for what is not a JSON object, for an unknown parameter, and for a value of another type or
     out of bounds. temperature: the default.
     """
-    try:
+    with _naming(None):
         body = parse_json(raw, "the body")
-    except UserError as e:
-        raise RequestError(str(e)) from None
-    if not isinstance(body, dict):
-        raise RequestError(f"the body is {short(body)}: needs a JSON object")
+    _need(isinstance(body, dict), f"the body is {short(body)}: needs a JSON object")
     hints, given = dict(field_hints(kind)), {}
     filters = FILTERS if hints.pop("sampling", None) else {}
     hints |= filters
@@ -192,14 +185,12 @@ def parse(kind: type[Fields], raw: bytes, temperature: float = 1.0) -> Fields:
             value = _read_biases(value) if name == "logit_bias" else value
             value = (value,) if name == "stop" and isinstance(value, str) else value
             value = tuple(value) if isinstance(value, list) and hints[name] is not Any else value
-            given[name] = check_value(name, value, hints[name]) if hints[name] is not Any else value
+            given[name] = check_value(name, value, hints[name])
     if filters:
         chosen: dict[str, Any] = {"temperature": temperature}
         chosen |= {name: given.pop(name) for name in filters if name in given}
-        try:
+        with _naming("logit_bias"):  # the others have been checked
             given["sampling"] = Sampling(**chosen)
-        except UserError as e:
-            raise RequestError(str(e), param=str(e).partition("=")[0]) from None
     return kind(**given)
 
 
@@ -216,7 +207,7 @@ class Row:
 
     index: int  # position in the request of the client
     request: Request  # what the engine is asked. max_new_tokens of 0 asks only for the scores of the prompt
-    text: str | None = None  # the text that was encoded as the prompt. None if ids or messages were given
+    prompt: Prompt | None = None  # as it was given. None for messages
     offer: Offer | None = None
     is_scored: bool = False  # whether the prompt's log-probabilities are needed
     is_finished: bool = False  # written by the event loop, read by the scheduler's thread
@@ -252,14 +243,14 @@ class Served:
             raise RequestError(message, status=404, param="model", code="model_not_found")
 
     def _check_limits(self, p: Parameters) -> None:
-        _need(p.n <= self.slots, "n", f"n={short(p.n)}: needs at most {self.slots}, the slots of this server")
-        _need(all(p.stop), "stop", "stop: needs strings that are not empty")
-        _need(p.stream or p.stream_options is None, "stream_options", "stream_options: needs stream=true")
+        _need(p.n <= self.slots, f"n={short(p.n)}: needs at most {self.slots}, the slots of this server", "n")
+        _need(all(p.stop), "stop: needs strings that are not empty", "stop")
+        _need(p.stream or p.stream_options is None, "stream_options: needs stream=true", "stream_options")
         options = p.stream_options or {}
         is_known = options.keys() <= {*STREAM_OPTIONS} and {*map(type, options.values())} <= {bool, type(None)}
-        _need(is_known, "stream_options", f"stream_options: needs {' or '.join(STREAM_OPTIONS)}, true or false")
+        _need(is_known, f"stream_options: needs {' or '.join(STREAM_OPTIONS)}, true or false", "stream_options")
         is_short = len(p.stop_token_ids) <= MAX_STOP_TOKENS
-        _need(is_short, "stop_token_ids", f"stop_token_ids: needs at most {MAX_STOP_TOKENS} ids")
+        _need(is_short, f"stop_token_ids: needs at most {MAX_STOP_TOKENS} ids", "stop_token_ids")
         for name, ids in (("stop_token_ids", p.stop_token_ids), ("logit_bias", [i for i, _ in p.sampling.logit_bias])):
             with _naming(name):
                 check_ids(self.run.model, ids, name)
@@ -277,34 +268,30 @@ class Served:
                 tools = check_tools(p.tools, "tools")
             with _naming("tool_choice"):
                 offer = offer_tools(tools, p.tool_choice, self.run.prompt_format.template.write)
-            is_right = not p.top_logprobs or p.logprobs
-            _need(is_right, "top_logprobs", "top_logprobs: needs logprobs=true")
+            _need(p.logprobs or not p.top_logprobs, "top_logprobs: needs logprobs=true", "top_logprobs")
             prompts = [(None, self.encode_messages(p.messages, offer))]
             length = p.max_completion_tokens or p.max_tokens or self.block_size
             own = self.chat_stop_tokens or ()
             top, is_scored = (p.top_logprobs or 0) if p.logprobs else None, False
         else:
-            _need(p.max_tokens > 0 or p.echo, "max_tokens", "max_tokens=0: needs at least 1, or echo=true")
+            _need(p.max_tokens or p.echo, "max_tokens=0: needs at least 1, or echo=true", "max_tokens")
             count = len(p.prompts) * p.n
-            _need(count <= self.queue, "prompt", f"the prompts ask for {count} completions: needs at most {self.queue}")
-            prompts = []
-            for prompt in p.prompts:
-                ids = self._check_ids(self.encode(prompt), "prompt")
-                prompts.append((prompt if isinstance(prompt, str) else None, ids))
+            _need(count <= self.queue, f"the prompts ask for {count} completions: needs at most {self.queue}", "prompt")
+            prompts = [(prompt, self._check_ids(self.encode(prompt), "prompt")) for prompt in p.prompts]
             length, own = p.max_tokens, self.stop_tokens
             top, is_scored = p.logprobs, p.echo and p.logprobs is not None
         param, grammar = p.compile_grammar(self.run.tokenizer)
         if offer is not None and offer.required:
-            _need(grammar is None, param, f"{param} and tool_choice: needs one of them")
+            _need(grammar is None, f"{param} and tool_choice: needs one of them", param)
             with _naming("tools"):
                 for tool in offer.required:
                     check_integers(tool["function"].get("parameters"), tool["function"]["name"])
                 grammar = compile_grammar(self.run.tokenizer, calls=offer.grammar(JSON))
         seed = secrets.randbits(32) if p.seed is None else p.seed
-        each = [(text, ids) for text, ids in prompts for _ in range(p.n)]
+        each = [prompt for prompt in prompts for _ in range(p.n)]
         keys = prompt_keys(jax.random.key(seed), [ids for _, ids in each])
         rows = []
-        for index, (text, ids) in enumerate(each):
+        for index, (prompt, ids) in enumerate(each):
             request = Request(
                 prompt=ids,
                 key=keys[index],
@@ -314,7 +301,7 @@ class Served:
                 top_logprobs=top,
                 grammar=grammar,
             )
-            rows.append(Row(index=index, request=request, text=text, offer=offer, is_scored=is_scored))
+            rows.append(Row(index=index, request=request, prompt=prompt, offer=offer, is_scored=is_scored))
         return rows
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -327,7 +314,7 @@ class Served:
     def encode_messages(self, messages: Any, offer: Offer | None = None) -> list[int]:
         """Return the ids of a conversation. Raises `RequestError` for one that the model cannot read."""
         is_right = isinstance(messages, list) and 1 <= len(messages) <= MAX_MESSAGES
-        _need(is_right, "messages", f"messages={short(messages)}: needs a list of 1 to {MAX_MESSAGES:,} messages")
+        _need(is_right, f"messages={short(messages)}: needs a list of 1 to {MAX_MESSAGES:,} messages", "messages")
         conversation = []
         for number, message in enumerate(messages):
             where = f"messages[{number}]"
@@ -348,26 +335,26 @@ class Served:
 
     def _check_ids(self, ids: list[int], param: str) -> list[int]:
         most, known = self.block_size, self.run.tokenizer.vocab_size
-        _need(len(ids) > 0, param, f"the {param} has no tokens: needs 1 to {most}")
-        if len(ids) > most:  # clients look for OpenAI's words
-            have = "messages have" if param == "messages" else f"{param} has"
-            message = f"This model's maximum context length is {most} tokens, and the {have} {len(ids)}"
-            raise RequestError(f"{message}: cut them to that", param=param, code="context_length_exceeded")
-        _need(max(ids) < known, param, f"the {param} has the id {max(ids)}: needs ids from 0 to {known - 1}")
+        _need(ids, f"the {param} has no tokens: needs 1 to {most}", param)
+        have = "messages have" if param == "messages" else f"{param} has"  # clients look for OpenAI's words
+        message = f"This model's maximum context length is {most} tokens, and the {have} {len(ids)}"
+        _need(len(ids) <= most, f"{message}: cut them to that", param, code="context_length_exceeded")
+        _need(max(ids) < known, f"the {param} has the id {max(ids)}: needs ids from 0 to {known - 1}", param)
         return ids
 
 
-def _need(is_right: bool, param: str, message: str) -> None:
+def _need(is_right: Any, message: str, param: str | None = None, **more: Any) -> None:
     if not is_right:
-        raise RequestError(message, param=param)
+        raise RequestError(message, param=param, **more)
 
 
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
+def _is_prompt(value: Any) -> bool:
+    is_ids = isinstance(value, list) and value and all(type(i) is int for i in value)
+    return isinstance(value, str) or bool(is_ids)
 
 
 @contextlib.contextmanager
-def _naming(param: str) -> Iterator[None]:
+def _naming(param: str | None) -> Iterator[None]:
     """Turn a `UserError` into a `RequestError` that names the parameter."""
     try:
         yield

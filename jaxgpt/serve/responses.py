@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from starlette.responses import Response
 
-from jaxgpt.errors import UserError
 from jaxgpt.files import render_json
 from jaxgpt.sample.engine import UNFINISHED, Detokenizer
 from jaxgpt.sample.score import PromptScores
@@ -20,7 +19,8 @@ from jaxgpt.serve.requests import ChatParameters, CompletionParameters, RequestE
 from jaxgpt.serve.scheduler import Scheduler, Update
 
 DONE = b"data: [DONE]\n\n"
-RETRY_AFTER = "1"  # seconds, after which a client may try again when the queue was full or the server not ready
+LATER = {"retry-after": "1"}  # seconds, when the queue was full or the server not ready
+HEADERS = {401: {"www-authenticate": "Bearer"}, 429: LATER, 503: LATER}  # by status
 
 
 class Token(NamedTuple):
@@ -49,7 +49,7 @@ class Choice:
         self.num_tokens = self.num_cached = 0  # tokens generated, and tokens of the prompt that were not computed again
         self._served, self._has_many_calls = served, p.parallel_tool_calls
         self._echo = isinstance(p, CompletionParameters) and p.echo  # the prompt is the beginning of the text
-        context = () if row.text == "" else row.request.prompt
+        context = () if row.prompt == "" else row.request.prompt
         self._detokenizer = Detokenizer(served.run.tokenizer, p.stop, context)
         self._start = 0  # characters of the text before those of the completion
         self._held: list[Token] = []  # tokens with text that is not out yet
@@ -95,9 +95,11 @@ class Choice:
         return self.content[before:]
 
     def _repeat_prompt(self, scores: PromptScores | None) -> tuple[str, list[Token]]:
-        tokenizer, ids, text = self._served.run.tokenizer, self.row.request.prompt, self.row.text
-        first = 0 if text is None else len(ids) - len(tokenizer.encode(text))  # those before it are a prefix
-        text = tokenizer.decode(ids) if text is None else text
+        tokenizer, ids, first, text = self._served.run.tokenizer, self.row.request.prompt, 0, self.row.prompt
+        if isinstance(text, str):
+            first = len(ids) - len(tokenizer.encode(text))  # those before it are a prefix
+        else:
+            text = tokenizer.decode(ids)
         if scores is None:
             return text, []
         places, tokens, most = Detokenizer(tokenizer), [], self.row.request.top_logprobs
@@ -148,10 +150,11 @@ class Answer:
                     continue
                 if count:
                     metrics.completion_tokens.inc(count)
-                    for _ in range(count if row in last else 0):
-                        metrics.between_tokens.observe((now - last[row]) / count)
                     if row not in last:
                         metrics.first_token.observe(now - start)
+                    else:
+                        for _ in range(count):
+                            metrics.between_tokens.observe((now - last[row]) / count)
                     last[row] = now
                 choice = self._choices[row.index]
                 text, tokens = choice.push(update)
@@ -191,8 +194,8 @@ class Answer:
                         yield render(choice, {"delta": {"tool_calls": calls}}, None, None)
                     if self._is_chat and choice.finish is not None:
                         yield render(choice, {"delta": {}}, None, choice.finish)
-        except UserError as e:  # after the status 200
-            yield render_event((e if isinstance(e, RequestError) else RequestError(str(e))).to_json())
+        except RequestError as e:  # after the status 200
+            yield render_event(e.to_json())
             return
         if has_usage:
             yield render_event(chunk | {"choices": [], "usage": self.usage()})
@@ -224,26 +227,23 @@ class Answer:
     ) -> dict[str, Any]:
         """Return a choice. Its log-probabilities are objects in a chat, and otherwise OpenAI's older lists.
 
-        `top_logprobs` there has the most probable of several tokens with one text. The lists with names that begin with
-        `top_token` have all alternatives, best first.
+        Of tokens with one text `top_logprobs` there has the likeliest. The lists `top_token_...` have all, best first.
         """
-        logprobs: dict[str, Any] | None = None
         top = choice.row.request.top_logprobs  # 0 wants the tokens' own
-        if tokens is not None and top is not None and self._is_chat:
-            logprobs = {"content": []}
-            for token in tokens:
-                best = [_entry(text, p) for _, text, p in token.top]
-                logprobs["content"].append(_entry(token.text, token.logprob) | {"top_logprobs": best})
-        elif tokens is not None and top is not None:
+        if tokens is None or top is None:
+            logprobs = None
+        elif self._is_chat:
+            logprobs = {"content": [_describe(token) for token in tokens]}
+        else:
+            places = enumerate(("ids", "texts", "logprobs")) if top else ()
             logprobs = {
                 "tokens": [token.text for token in tokens],
                 "token_logprobs": [token.logprob for token in tokens],
                 "top_logprobs": [_by_text(token) for token in tokens],
                 "text_offset": [token.offset for token in tokens],
                 "token_ids": [token.id for token in tokens],
+                **{f"top_token_{name}": [[best[at] for best in token.top] for token in tokens] for at, name in places},
             }
-            for at, name in enumerate(("ids", "texts", "logprobs")) if top else ():
-                logprobs[f"top_token_{name}"] = [[best[at] for best in token.top] for token in tokens]
         return {"index": choice.row.index, **content, "logprobs": logprobs, "finish_reason": finish}
 
 
@@ -258,15 +258,14 @@ def render_event(value: Any) -> bytes:
 
 
 def respond(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return a response in JSON."""
+    """Return a response in JSON, with the headers of its status."""
+    headers = HEADERS.get(status, {}) | (headers or {})
     return Response(render_body(value), status, headers, media_type="application/json")
 
 
 def refuse(error: RequestError, headers: dict[str, str] | None = None) -> Response:
-    """Return the response that says what is wrong, with the headers of its status."""
-    later = {"retry-after": RETRY_AFTER}
-    more = {401: {"www-authenticate": "Bearer"}, 429: later, 503: later}.get(error.status, {})
-    return respond(error.to_json(), error.status, {**more, **(headers or {})})
+    """Return the response that says what is wrong."""
+    return respond(error.to_json(), error.status, headers)
 
 
 def _by_text(token: Token) -> dict[str, float] | None:
@@ -275,6 +274,11 @@ def _by_text(token: Token) -> dict[str, float] | None:
     for _, text, logprob in (*token.top, (token.id, token.text, token.logprob)):
         found.setdefault(text, logprob)
     return None if math.isnan(token.logprob) else found
+
+
+def _describe(token: Token) -> dict[str, Any]:
+    best = [_entry(text, logprob) for _, text, logprob in token.top]
+    return _entry(token.text, token.logprob) | {"top_logprobs": best}
 
 
 def _entry(text: str, logprob: float) -> dict[str, Any]:

@@ -95,10 +95,7 @@ class Scheduler:
             raise RequestError(message, status=429, code="queue_full")
 
     def submit(self, rows: Sequence[Row]) -> asyncio.Queue[Update | Exception]:
-        """Queue the rows of a request, all or none, and return where their news arrive.
-
-        Raises `RequestError` as `check_room`.
-        """
+        """Queue the rows of a request, all or none, and return where their news arrive: see `check_room`."""
         loop, news = asyncio.get_running_loop(), asyncio.Queue[Update | Exception]()
 
         def deliver(update: Update | Exception) -> None:
@@ -171,7 +168,7 @@ class Scheduler:
                 if is_decoded:
                     self.running[self._engine.submit(row.request)] = row
             except UserError as e:
-                row.deliver(e)
+                row.deliver(RequestError(str(e)))
 
     def _step(self) -> None:
         start = time.perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import functools
 import hmac
 import ipaddress
 import re
@@ -14,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 from urllib.parse import quote
 
@@ -30,7 +31,7 @@ from jaxgpt.files import render_json
 from jaxgpt.run import Run
 from jaxgpt.sample.engine import Engine, prompt_key
 from jaxgpt.sample.programs import MAX_TOP
-from jaxgpt.sample.score import PromptScores, prompt_widths, score_prompt
+from jaxgpt.sample.score import prompt_widths, score_prompt
 from jaxgpt.serve import ServeOptions
 from jaxgpt.serve.app import GRACE, make_app
 from jaxgpt.serve.requests import MAX_STOP_TOKENS, RequestError, Served
@@ -51,8 +52,7 @@ def make_server(
 ) -> tuple[ASGIApp, Callable[..., None]]:
     """Return the ASGI application of a run, which answers 503 at first, and a function that compiles everything for it.
 
-    That is given a function, which it calls with the name of each program before it is compiled.
-    key: what clients must send. None means nothing. log: from `make_log`.
+    That calls what it is given with the name of each program. key: what clients must send, if any. log: of `make_log`.
     """
     served = Served(run, options)
     (model, params), vocab_size = run.decode_params, run.tokenizer.vocab_size
@@ -66,10 +66,7 @@ def make_server(
         prefix_bytes=options.prefix_cache_mb * 1_000_000,
         resizes=not options.reproducible,
     )
-
-    def score(ids: Sequence[int]) -> PromptScores:
-        return score_prompt(model, params, ids, top=MAX_TOP, vocab_size=vocab_size)
-
+    score = functools.partial(score_prompt, model, params, top=MAX_TOP, vocab_size=vocab_size)
     scheduler = Scheduler(engine, score, queue=served.queue, log=log)
     scheduler.status = "starting"
 
@@ -169,11 +166,10 @@ def bind(host: str, port: int) -> socket.socket:
     """Return a socket that listens. Raises `UserError` if its address is taken or not one of this machine."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6)
+        return socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6)
     except (OSError, UnicodeError) as e:
         message = f"cannot listen on {host} port {port}: {reason_of(e)}. Name another with --host or --port"
         raise UserError(message) from None
-    return listener
 
 
 class Guard:
@@ -182,11 +178,7 @@ class Guard:
     def __init__(
         self, app: Starlette, scheduler: Scheduler, options: ServeOptions, key: str | None, log: Callable[..., None]
     ):
-        """Guard an application.
-
-        scheduler: its status and metrics are read. key: what clients must send. None lets everybody ask. log: is given
-        the fields of each request.
-        """
+        """Guard an application. key: what clients must send, if any. log: is given the fields of each request."""
         self._app, self._key, self._timeout, self._origins = app, key, options.timeout, set(options.allowed_origin)
         self._scheduler, self._metrics, self._log = scheduler, scheduler.metrics, log
         self._paths = {getattr(route, "path", "") for route in app.routes}  # the paths that the metrics tell apart
@@ -264,13 +256,10 @@ class Guard:
         """
         found = HOST.fullmatch(host)
         name = found[1] if found else ""
-        if {host, name} & self._names:
-            return True
-        try:
+        with contextlib.suppress(ValueError):
             ipaddress.IPv6Address(name[1:-1]) if name.startswith("[") else ipaddress.IPv4Address(name)
-        except ValueError:
-            return False
-        return True
+            return True
+        return bool({host, name} & self._names)
 
     async def _read(self, receive: Receive) -> bytes | None:
         """Return the body, counted while it arrives, or None if the client left."""

@@ -67,8 +67,8 @@ def import_model(
     Raises:
         UserError: the model cannot be read, or `run_dir` is not empty. Nothing is written then.
     """
-    is_gguf, directory = name.endswith(".gguf"), Path(run_dir)
-    source, fields = open_gguf(Path(name), tokenizer) if is_gguf else (open_source(name, tokenizer), {})
+    directory = Path(run_dir)
+    source, fields = open_gguf(Path(name), tokenizer) if name.endswith(".gguf") else (open_source(name, tokenizer), {})
     model_type = next((kind for kind, family in FAMILIES.items() if family is source.family), source.family.model_type)
     title = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(name).resolve().name)[:100].strip("-") or "imported"
     _check_empty(directory, "--run-dir")
@@ -77,7 +77,7 @@ def import_model(
             params = read_params(source.tensors, source.family, source.config, dtype=dtype)
             with contextlib.closing(Checkpoints(directory / "checkpoints")) as checkpoints:
                 checkpoints.save_params(params, 0)
-            if is_gguf:
+            if fields:
                 _keep_settings(fields, source, directory)
             else:
                 keep_companions(source.directory, directory)
@@ -187,18 +187,18 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
     if config.position == "rope" and imported.get("model_type") == family.model_type:
         # Rows of training are as long as its data need. The model reads as much as its weights could before.
         longest = max(config.block_size, family.read(imported).block_size)
-        model = loaded.model.clone(config=dataclasses.replace(config, block_size=longest))
-        loaded = dataclasses.replace(loaded, model=model)
-    tensors = to_tensors(loaded.params, family, loaded.model.config, dtype)
+        config = dataclasses.replace(config, block_size=longest)
+        loaded = dataclasses.replace(loaded, model=loaded.model.clone(config=config))
+    tensors = to_tensors(loaded.params, family, config, dtype)
     stored_as = DTYPES[next(iter(tensors.values())).kind].name
     ids = special_ids(loaded.tokenizer, _visible_end(loaded, template))
     # No pad here: PyTorch would give its row of the embedding no gradient.
     special = {"bos_token_id": ids["bos"], "eos_token_id": ids["eos"], "pad_token_id": None}
-    config = (imported or special) | family.write(loaded.model.config)
+    written = (imported or special) | family.write(config) | {"dtype": stored_as, "torch_dtype": stored_as}
     with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
         write(out, tensors, shard)
-        _write_json(out / "config.json", config | {"dtype": stored_as, "torch_dtype": stored_as})
+        _write_json(out / "config.json", written)
         write_tokenizer(out, loaded, template)
         if loaded.metadata.imported and (directory / HF_FOLDER / README).exists():  # with the model's license
             copy_files(directory / HF_FOLDER, out, [README])
@@ -225,8 +225,7 @@ def export_peft(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | N
     if base is None:
         raise UserError(f"{directory} adapts a run, and PEFT opens none. Give --to hf, to merge the adapters.")
     if lora.frozen != "float32":
-        said = f"the adapters learnt on matrices in {lora.frozen}, and PEFT adds them to exact ones"
-        warnings.warn(said, stacklevel=2)
+        warnings.warn(f"the adapters learnt on {lora.frozen} matrices, and PEFT adds them to exact ones", stacklevel=2)
     model = metadata.model.make_model()
     like = with_shardings(model.shapes(), whole_everywhere())
     adapters = restore_adapters(metadata, open_checkpoints(directory), loaded.step, like)
@@ -287,7 +286,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def _model_card(run: Run, family: Family) -> str:
-    """Return README.md, whose header the Hub reads. It has names of files, not their directories."""
+    """Return README.md, whose header the Hub reads."""
     return Template(read_asset("model_card.md")).substitute(
         dataclasses.asdict(run.model.config.explicit()),
         name=run.experiment.name,

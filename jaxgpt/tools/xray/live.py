@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgpt.config.validate import check_value
 from jaxgpt.data.tokenizer import (
     BPETokenizer,
     ByteTokenizer,
@@ -48,8 +49,7 @@ def make_page(run: Run, prompt: str | None = None, *, weights: Weights = "int8")
         UserError: for a model or a tokenizer that the page cannot run.
     """
     model, params, V = run.model, run.params, run.tokenizer.vocab_size
-    if weights not in ("int8", "float32"):
-        raise UserError(f"weights={weights!r}: needs int8 or float32")
+    check_value("weights", weights, Weights)
     if model.config.is_foreign:
         raise UserError(f"{type(model.config).__name__}: a page computes jaxgpt's own modules only: use jaxgpt serve")
     if EDITS in params:
@@ -94,10 +94,7 @@ def make_page(run: Run, prompt: str | None = None, *, weights: Weights = "int8")
 
 
 def hold(params: Params, weights: Weights) -> Params:
-    """Return parameters as the page holds them: all in float32, but matrices as {"values": [F, D], "scale": [F] or None}.
-
-    Matrices are row-major by output, with int8 or float32 values. params: a model's, without `scan_layers`.
-    """
+    """Return parameters of unstacked layers in float32, matrices as {"values": [F, D], "scale": [F] or None}."""
 
     def convert(path: Any, given: jax.Array) -> Any:
         x = np.asarray(given, np.float32)
@@ -115,11 +112,7 @@ def hold(params: Params, weights: Weights) -> Params:
 
 
 def describe_tokenizer(tokenizer: Tokenizer, arrays: Arrays) -> dict[str, Any]:
-    """Return the fields with which `tokenizer.js` encodes what is typed on a page.
-
-    Raises:
-        UserError: for a tokenizer other than characters, bytes and byte-level BPE with a known pattern.
-    """
+    """Return the fields with which `tokenizer.js` encodes what is typed on a page."""
     alphabet, pattern, triples, whole_words = None, None, [], False
     if isinstance(tokenizer, CharTokenizer):
         tokens = [c.encode() for c in tokenizer.characters]
@@ -138,8 +131,7 @@ def describe_tokenizer(tokenizer: Tokenizer, arrays: Arrays) -> dict[str, Any]:
         codes, tokens = {letter: byte for byte, letter in enumerate(letters)}, [b""] * tokenizer.vocab_size
         for text, i in [*vocab.items(), *((token["content"], token["id"]) for token in added)]:
             tokens[i] = bytes(codes[c] for c in text) if all(c in codes for c in text) else text.encode()
-        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-        triples = [(vocab[left], vocab[right], vocab[left + right]) for left, right in pairs]
+        triples = [(vocab[left], vocab[right], vocab[left + right]) for left, right in model["merges"]]
         alphabet, whole_words = np.array([vocab[x] for x in letters], np.int32), bool(model["ignore_merges"])
     else:
         raise UserError("the page needs text, and this run's tokens are bare ids: train with a tokenizer of text")

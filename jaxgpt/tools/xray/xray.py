@@ -108,13 +108,12 @@ def capture_activations(model: GPT, params: Params, tokens: list[int], vocab_siz
             lengths = [np.linalg.norm(x_TD, axis=-1) for x_TD in (added_TD, read[f"h_{layer}/{after}"])]
             branches.append(Branch(f"h_{layer}/{part}", *lengths))
     in_order = [f"h_{layer}/{norm}" for layer in layers for norm in ("ln_1", "ln_1_out", "ln_2", "ln_2_out")]
-    lens = [
-        (ids[:, :LENS_PREDICTIONS], p[:, :LENS_PREDICTIONS], actual) for ids, p, actual in zip(*guesses, strict=True)
-    ]
+    K = LENS_PREDICTIONS
+    lens = [Guess(ids[:, :K], p[:, :K], actual) for ids, p, actual in zip(*guesses, strict=True)]
     return Activations(
         guess=Guess(*(x[-1] for x in guesses)),
         logits_V=np.asarray(logits_TV[-1, :vocab_size]),
-        lens=[Guess(*each) for each in lens],
+        lens=lens,
         weights_LNTS=[read[f"h_{layer}/pattern"].swapaxes(0, 1) for layer in layers],
         hidden_LTF=[read[f"h_{layer}/units"] for layer in layers],
         start_T=np.linalg.norm(read[streams[0]], axis=-1),
@@ -144,13 +143,11 @@ def _read(model: EditedGPT, params: Params, tokens_T: jax.Array) -> tuple[jax.Ar
 
 def check_places(config: GPTConfig) -> None:
     """Raise `UserError` for a configuration of a user's own with a module that the page would draw as another."""
-    if not config.is_foreign:
-        return
     has = {name.split("/")[-1] for name in place_shapes(config)}
     lacks = [place for place in DRAWN if place not in has]
     if type(config.make_block(0, Compute())) is not Block or not isinstance(config.make_norm(), LayerNorm | RMSNorm):
         lacks.append("jaxgpt's blocks and norms")
-    if lacks:
+    if lacks and config.is_foreign:
         said = f"{type(config).__name__} has no {', '.join(lacks)}, which the page draws"
         raise UserError(f"{said}: jaxgpt.interventions reads what it has, {', '.join(sorted(has))}")
 
@@ -184,9 +181,8 @@ def top_activating_examples(model: GPT, params: Params, windows_NT: np.ndarray) 
     reader = model.clone(read=tuple(f"h_{layer}/units" for layer in range(model.config.n_layer)))
 
     def find(window_T: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-        hidden = [
-            x_1TF[0].astype(jnp.float32) for x_1TF in forward(reader, params, window_T[None]).activations.values()
-        ]
+        read = forward(reader, params, window_T[None]).activations
+        hidden = [x_1TF[0].astype(jnp.float32) for x_1TF in read.values()]
         return [(x_TF.max(axis=0), jnp.argmax(x_TF, axis=0)) for x_TF in hidden]
 
     N, T = windows_NT.shape
@@ -213,9 +209,7 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None) -> s
     ids = _encode_prompt(run, prompt)
     seen = capture_activations(run.model, run.params, ids, run.tokenizer.vocab_size)
     if np.isnan(seen.logits_V).any():
-        raise UserError(
-            f"{run.directory} gives logits that are not finite, so there is nothing to draw: use another run"
-        )
+        raise UserError(f"{run.directory} gives logits that are not finite: use another run")
     arrays, windows_NT, corpus, why = Arrays(), None, None, ""
     examples = [(None, None)] * config.n_layer
     try:
@@ -285,18 +279,20 @@ def _put_guess(arrays: Arrays, guess: Guess) -> dict[str, Any]:
 
 
 def _describe_norm(norm: Norm, config: GPTConfig) -> dict[str, Any]:
-    moments = {}
-    for when, x_TD in {"before": norm.before_TD, "after": norm.after_TD}.items():
-        moments[when] = {"mean": round_numbers(x_TD.mean(axis=1)), "variance": round_numbers(x_TD.var(axis=1))}
     return {
         "name": norm.name,
         "eps": config.norm_eps,
         "centred": config.norm == "layernorm",  # LayerNorm subtracts the mean
-        **moments,
+        "before": _measure(norm.before_TD),
+        "after": _measure(norm.after_TD),
         "scale": round_numbers(norm.scale_D),
         "bias": round_numbers(norm.bias_D),
         "x": round_numbers(norm.before_TD[:, :ELEMENTS]),
     }
+
+
+def _measure(x_TD: np.ndarray) -> dict[str, Any]:
+    return {"mean": round_numbers(x_TD.mean(axis=1)), "variance": round_numbers(x_TD.var(axis=1))}
 
 
 def _put_units(arrays: Arrays, config: GPTConfig, hidden_TF: np.ndarray, values: Any, places: Any) -> dict[str, Any]:
@@ -321,7 +317,7 @@ def _put_units(arrays: Arrays, config: GPTConfig, hidden_TF: np.ndarray, values:
 
 
 def _read_windows(run: Run, data: str | None) -> np.ndarray:
-    """Return windows spread evenly over the run's training text, or over the file `data`. Raises `UserError`."""
+    """Return windows spread evenly over the run's training text, or over the file `data`."""
     T = run.model.config.block_size
     if data is not None:
         text: Any = Tokens([encode_whole(find_user_files(data), run.tokenizer)[0]])
@@ -384,7 +380,7 @@ def map_embedding(run: Run, ids: list[int], windows_NT: np.ndarray | None, array
     vectors_VD = read_embedding(run.params)[: run.tokenizer.vocab_size]
     shown = rest = np.arange(len(vectors_VD))
     if len(rest) > LABELS:  # the text's tokens, and the most frequent ones of the corpus
-        own = np.unique(np.asarray(ids, np.int64))
+        own = np.unique(ids)
         if windows_NT is not None:
             rest = np.argsort(-np.bincount(windows_NT.ravel(), minlength=len(rest)), kind="stable")
         shown = np.concatenate([own, rest[~np.isin(rest, own)]])[: max(LABELS, len(own))]

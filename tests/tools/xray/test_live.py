@@ -215,7 +215,7 @@ def test_tokenizers_are_pythons(base, visit, kind):
 def test_what_it_refuses(base, monkeypatch):
     run = with_model(base, NARROW)
     refused = [
-        (dict(weights="int4"), run, "weights='int4': needs int8 or float32"),
+        (dict(weights="int4"), run, "weights='int4': needs one of int8, float32"),
         (dict(prompt="a Z"), run, r"'Z' \(U\+005A\)"),
         ({}, run.for_decoding("int8"), "converted by for_decoding"),
         ({}, dataclasses.replace(run, tokenizer=IdTokenizer(30)), "bare ids"),
