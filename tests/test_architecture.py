@@ -67,7 +67,7 @@ HOMES = {
     "uvicorn": ["serve.server"],
     "lm_eval": ["tools.evaluate.tasks"],
     "pyarrow": ["tools.prepare"],
-    "ray": ["cli.ray_train", "tools.executor"],
+    "ray": ["tools.executor"],
     "datasets": ["tools.prepare"],
 }
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
 import itertools
+import os
+import re
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -13,15 +16,17 @@ from jaxgpt.cli.experiment_file import load_variants
 from jaxgpt.config.validate import Count, NonNegativeInt, Size
 from jaxgpt.data.tokenizer import find_start_token
 from jaxgpt.errors import UserError, shell_line
-from jaxgpt.files import Result, new_file, read_json
+from jaxgpt.files import Result, new_file, read_bytes, read_json
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.run import load
 from jaxgpt.runs.directory import RUNS, find_run
 from jaxgpt.sample import MAX_NEW_TOKENS, Precision, Sampling
+from jaxgpt.serve import ServeOptions
 from jaxgpt.tools.executor import Workers
 from jaxgpt.tools.html_page import write_page
 
 LARGEST_SCHEMA = 2**20  # bytes
+KEY = "JAXGPT_API_KEY"
 
 
 def sample(
@@ -249,3 +254,45 @@ def export_model(
     export = export_hf if to == "hf" else export_peft
     files = sorted(path.name for path in export(run, out, dtype=dtype).iterdir())
     return Result({"out": out, "files": files}, f"{out}: {', '.join(files)}")
+
+
+def serve(
+    run: str | None = None,
+    *,
+    average: Count | None = None,
+    weights: Precision | None = None,
+    options: ServeOptions = ServeOptions(),  # noqa: B008, it is frozen
+) -> None:
+    """Serve a run: OpenAI's interface, and a page.
+
+    A host beyond this machine needs a key: in the environment variable JAXGPT_API_KEY, or in a file.
+    """
+    key = _read_key(options.api_key_file)
+    if key is None and not options.no_key and not _is_this_machine(options.host):
+        remedy = f"set {KEY}, name a file with --api-key-file, or say --no-key"
+        raise UserError(f"host {options.host} can be reached from other machines: {remedy}")
+    needed = ("starlette", "uvicorn", "prometheus_client")
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise UserError(f"jaxgpt serve needs {' and '.join(missing)}: python -m pip install 'jaxgpt[serve]'")
+    loaded = load(run, average=average).for_decoding(weights, donate=True)
+    from jaxgpt.serve import server
+
+    listener = server.bind(options.host, options.port)
+    log = server.make_log(say, options.log_format)
+    app, compile_all = server.make_server(loaded, options, key=key, log=log)
+    server.serve(app, compile_all, listener, log)
+
+
+def _read_key(path: str | None) -> str | None:
+    """Return the key that clients must send, or None."""
+    key = read_bytes(path, 4096).decode("utf-8", errors="replace").strip() if path else os.environ.get(KEY)
+    if key is not None and not re.fullmatch("[!-~]{16,}", key):
+        raise UserError(f"the key in {path or KEY} has {len(key)} characters: needs at least 16, ASCII without spaces")
+    return key
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxgpt.cli.console import report_errors, take_traceback
+from jaxgpt.cli.console import report_errors, say, take_traceback
 from jaxgpt.config.serialize import suggest
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.jax_setup import configure_jax, import_jax
@@ -34,7 +34,7 @@ COMMANDS = {
     "prepare": Command("tools.prepare:prepare", "SOURCE...", "Turn text into token shards for training."),
     "sample": Command("cli.commands:sample", "[RUN]", "Generate text from a trained run."),
     "chat": Command("cli.chat:chat", "[RUN]", "Talk with a model, in the terminal."),
-    "serve": Command("cli.serve:serve", "[RUN]", "Serve a run: OpenAI's interface, and a page."),
+    "serve": Command("cli.commands:serve", "[RUN]", "Serve a run: OpenAI's interface, and a page."),
     "evaluate": Command("cli.commands:evaluate", "[RUN]", "Measure loss and perplexity of a run on held-out text."),
     "report": Command("tools.report:report", "[RUN]", "Summarise a run as an HTML page."),
     "xray": Command("cli.commands:xray", "[RUN]", "Show what a model does with a text, as an HTML page."),
@@ -105,9 +105,9 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
         trust_code()
     named = arguments[0] if arguments and not arguments[0].startswith("-") else None
     if name in TAKE_MODELS and named and address_of(named) is None and not is_run(Path(named)):
-        from jaxgpt.cli.adopt import find_run_of  # half a second, which no run needs
+        from jaxgpt.tools.convert import find_run_of  # half a second, which no run needs
 
-        arguments[0] = find_run_of(named)
+        arguments[0] = find_run_of(named, say)
     defaults, operand, callbacks = {}, "", []
     if command.operand == "[EXPERIMENT]":
         operand = command.operand

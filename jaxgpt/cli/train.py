@@ -58,9 +58,9 @@ def train(
         tpu_slice: the slice of TPUs whose hosts they are, such as TPU-V6E:4x4. None means CPUs or GPUs
     """
     if on is not None:
-        from jaxgpt.cli.ray_train import train_on_ray
+        from jaxgpt.tools.executor import train_on_ray
 
-        return train_on_ray(None if on == "ray" else on, hosts, 1, gpus, tpu_slice)
+        return train_on_ray(None if on == "ray" else on, hosts, gpus, tpu_slice)
     from jaxgpt.training import fit
 
     configure_jax()

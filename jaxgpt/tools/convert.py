@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import re
 import shlex
 import shutil
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -20,7 +21,7 @@ from jaxgpt.data.template import ETX, ChatTemplate, Jinja, Turns, write_template
 from jaxgpt.data.tokenizer import fingerprint
 from jaxgpt.errors import UserError, reason_of, shell_line
 from jaxgpt.experiment import Experiment
-from jaxgpt.files import is_there, read_json, render_json, write_whole
+from jaxgpt.files import cache_directory, is_there, read_json, render_json, write_whole
 from jaxgpt.gguf.file import FAMILIES, open_gguf, parse_dtype, to_gguf, write_gguf
 from jaxgpt.gguf.tokenizers import read_chat_template, read_ends, tokenizer_fields
 from jaxgpt.hf.families import find_family
@@ -28,11 +29,13 @@ from jaxgpt.hf.family import Family
 from jaxgpt.hf.source import (
     BESIDE_TOKENIZER,
     HF_FOLDER,
+    HUB_ID,
     LARGEST_CONFIG,
     README,
     Source,
     copy_files,
     end_tokens,
+    find_directory,
     keep_companions,
     open_source,
     special_ids,
@@ -40,15 +43,40 @@ from jaxgpt.hf.source import (
     tokenizer_json,
 )
 from jaxgpt.hf.weights import DTYPES, SHARD, read_params, to_peft, to_tensors, write, write_file
+from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.parallel.limits import count_parameters
 from jaxgpt.parallel.multihost import whole_everywhere
 from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
-from jaxgpt.runs.directory import RunMetadata, find_run, lock_run, read_metadata, write_metadata
+from jaxgpt.runs.directory import RUNS, RunMetadata, find_run, is_run, lock_run, read_metadata, write_metadata
 from jaxgpt.runs.pretrained import load_base, restore_adapters
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.tools.html_page import read_asset
+
+
+def find_run_of(name: str, say: Callable[[str], None]) -> str:
+    """Return the run into which a model is imported: a GGUF file, a folder of Hugging Face's, or an id on the Hub.
+
+    Any other name is returned as it is. A model that has changed since is imported again.
+    """
+    path = Path(name)
+    is_path = path.exists() or path.parent.exists() or path.parts[:1] == RUNS.parts
+    is_id = not is_path and HUB_ID.fullmatch(name)
+    is_file = path.suffix == ".gguf" and path.is_file()
+    is_folder = (path / "config.json").exists() and not is_run(path)
+    if not (is_id or is_file or is_folder):
+        return name
+    place = find_directory(name) if is_id else path.resolve()
+    files = sorted(place.iterdir()) if place.is_dir() else [place]
+    state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    digest = hashlib.sha256(repr(state).encode()).hexdigest()[:12]
+    run = cache_directory() / "models" / f"{path.name}-{digest}"
+    if not is_run(run):
+        say(f"importing {name} into {run}, once")
+        configure_jax()
+        import_model(str(name if is_id else path), run)
+    return str(run)
 
 
 def import_model(

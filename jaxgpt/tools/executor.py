@@ -14,8 +14,10 @@ import logging
 import multiprocessing
 import os
 import re
+import runpy
 import signal
 import socket
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -252,3 +254,38 @@ def _reason(error: BaseException) -> str:
     """Return the last line of an error of a task, the original one if Ray wraps it."""
     cause = getattr(error, "cause", None) or error
     return (str(cause).strip().splitlines() or [type(cause).__name__])[-1]
+
+
+def train_on_ray(address: str | None, hosts: int, gpus: int, tpu_slice: str | None) -> None:
+    """Repeat this process's `jaxgpt train` on each of several hosts, in this folder, which all see. Raises `UserError`.
+
+    gpus: of each host. tpu_slice: TPU-V6E:4x4, for example, whose hosts they are.
+    """
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # with it, what a worker says comes twice
+    try:
+        import ray
+        from ray.train.v2.api.config import RunConfig, ScalingConfig
+        from ray.train.v2.jax import JaxConfig, JaxTrainer
+    except ImportError:
+        raise UserError("--on ray needs Ray: python -m pip install 'jaxgpt[ray]'") from None
+    folder, words = os.getcwd(), sys.argv[1:] if sys.argv[1:2] == ["train"] else ["train", *sys.argv]
+
+    def repeat() -> None:
+        os.chdir(folder)
+        sys.argv = ["jaxgpt", *words, "--on", "None"]
+        runpy.run_module("jaxgpt", run_name="__main__")
+
+    if tpu_slice:
+        kind, _, topology = tpu_slice.partition(":")
+        workers = ScalingConfig(num_workers=hosts, use_tpu=True, accelerator_type=kind, topology=topology)
+    else:
+        workers = ScalingConfig(num_workers=hosts, use_gpu=gpus > 0, resources_per_worker={"CPU": 1, "GPU": gpus})
+        workers.placement_strategy = "SPREAD"
+    meet = JaxConfig(use_tpu=bool(tpu_slice), use_gpu=not tpu_slice)  # which goes by the platform's name, a CPU's too
+    platform = {} if gpus or tpu_slice else {"JAX_PLATFORMS": "cpu"}
+    how = RunConfig(storage_path="/tmp/ray", worker_runtime_env={"env_vars": platform})
+    try:
+        ray.init(address)
+        JaxTrainer(repeat, jax_config=meet, scaling_config=workers, run_config=how).fit()
+    except Exception as e:
+        raise UserError(f"training on Ray failed: {first_line(e)}") from e
