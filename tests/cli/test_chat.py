@@ -14,11 +14,12 @@ import time
 
 import pytest
 
-from jaxgpt.cli import adopt, chat
+from jaxgpt.cli import chat
 from jaxgpt.data.dataset import DataConfig, open_data
 from jaxgpt.errors import UserError
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.sample import Sampling
+from jaxgpt.tools import convert
 from tests.conftest import REPOSITORY, TEXT
 from tests.helpers import make_model, recorded_run
 
@@ -127,23 +128,26 @@ def test_a_model_that_is_no_run_is_imported_once(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     imported = []
 
+    def find_run_of(name):
+        return convert.find_run_of(name, lambda text: None)
+
     def import_model(name, directory):
         imported.append(name)
         shutil.copytree(run.directory, directory)
 
-    monkeypatch.setattr(adopt, "import_model", import_model)
-    monkeypatch.setattr(adopt, "find_directory", lambda name: tmp_path / "folder")
+    monkeypatch.setattr(convert, "import_model", import_model)
+    monkeypatch.setattr(convert, "find_directory", lambda name: tmp_path / "folder")
     file, folder = tmp_path / "a.gguf", tmp_path / "folder"
     file.write_bytes(b"GGUF")
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    assert adopt.find_run_of("a.gguf") == adopt.find_run_of(str(file)) and imported == ["a.gguf"]
+    assert find_run_of("a.gguf") == find_run_of(str(file)) and imported == ["a.gguf"]
     file.write_bytes(b"GGUF, another")
-    adopt.find_run_of("a.gguf")
+    find_run_of("a.gguf")
     assert imported == ["a.gguf"] * 2
-    adopt.find_run_of("folder")
-    adopt.find_run_of("someone/model")
+    find_run_of("folder")
+    find_run_of("someone/model")
     assert imported[2:] == ["folder", "someone/model"]
     (tmp_path / "runs").mkdir()
     for name in (str(run.directory), "runs/mine", "missing.gguf", "missing"):
-        assert adopt.find_run_of(name) == name
+        assert find_run_of(name) == name
