@@ -202,10 +202,10 @@ BUDGET = {
     "cli": 1_282,  # with the conversation in a terminal, which tools paid for
     "tools": 3_910,
     "all of jaxgpt": 21_712,
-    "tests": 21_666,
+    "tests": 21_667,
 }
 # Nodes of Python's syntax tree, which no formatting changes: lines alone became dense.
-NODES = {"all of jaxgpt": 179_336, "tests": 196_029}
+NODES = {"all of jaxgpt": 179_336, "tests": 196_030}
 FILES = 121  # of the package
 
 
