@@ -93,16 +93,17 @@ def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, rem
 
 
 def describe_data_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the names of what differs between two fingerprints. Token files are compared by name."""
+    """Describe the differences between two fingerprints. Token files are compared by name."""
     sources, sources_now = recorded_sources(before), recorded_sources(now)
     if len(sources) != len(sources_now):
         return [f"{len(sources) or 1} -> {len(sources_now) or 1} sources"]
     if sources:
-        both = zip(sources, sources_now, strict=True)
-        return [change for old, new in both for change in describe_data_changes(old, new)]
-    changed = [name for name, value in now.items() if before.get(name) != value]
+        both = enumerate(zip(sources, sources_now, strict=True), 1)
+        return [f"source {n}: {change}" for n, (old, new) in both for change in describe_data_changes(old, new)]
     files, files_now = before.get("files"), now.get("files")
-    if "files" in changed and isinstance(files, dict) and isinstance(files_now, dict):
-        both = sorted(files.keys() | files_now.keys())
-        changed = [name for name in both if files.get(name) != files_now.get(name)]
-    return changed
+    if isinstance(files, dict) and isinstance(files_now, dict) and files != files_now:
+        changed = [name for name in sorted({**files, **files_now}) if files.get(name) != files_now.get(name)]
+        words = {(True, False): "is missing", (False, True): "is new", (True, True): "has changed"}
+        return [f"{name} {words[name in files, name in files_now]}" for name in changed]
+    changed = [name for name, value in now.items() if before.get(name) != value]
+    return [f"{name} {str(before.get(name))[:12]} -> {str(now[name])[:12]}" for name in changed]

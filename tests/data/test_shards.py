@@ -147,8 +147,8 @@ def test_the_record_has_each_file_wherever_it_lies(run, series):
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (lambda d: write_llmc(d / "x_train_000001.bin", np.arange(100) + 7), "x_train_000001.bin"),
-        (lambda d: (d / "x_train_000000.bin").rename(d / "y.bin"), "x_train_000000.bin, y.bin"),
+        (lambda d: write_llmc(d / "x_train_000001.bin", np.arange(100) + 7), "x_train_000001.bin has changed"),
+        (lambda d: (d / "x_train_000000.bin").rename(d / "y.bin"), "x_train_000000.bin is missing, y.bin is new"),
     ],
 )
 def test_what_became_of_the_files_is_told_by_name(run, series, harm, said):

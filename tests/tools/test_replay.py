@@ -10,6 +10,7 @@ import pytest
 
 from jaxgpt.config.words import replace_fields
 from jaxgpt.errors import Preempted, UserError
+from jaxgpt.parallel.jax_setup import device_name
 from jaxgpt.runs.checkpoint import Checkpoints, _render
 from jaxgpt.runs.directory import read_metadata
 from jaxgpt.runs.metrics import read_metrics
@@ -137,7 +138,7 @@ def test_a_run_of_elsewhere_is_accepted_within_a_tolerance(run):
     # Another order of a sum makes such a difference.
     edit_log(run, lambda line: line | {"loss": line["loss"] * (1 + 1e-5)} if "loss" in line else line)
     found = audit(run, steps=STEPS)
-    assert not found.accepted and found.elsewhere == ["device NVIDIA H200, here cpu"]
+    assert not found.accepted and found.elsewhere == [f"device NVIDIA H200, here {device_name()}"]
     assert "device NVIDIA H200, here cpu" in str(found) and "--tolerance" in str(found)
     found = audit(run, steps=STEPS, tolerance=1e-4)
     assert found.accepted and "20 of 20 steps re-taken and compared within 0.0001" in str(found)
