@@ -202,10 +202,10 @@ BUDGET = {
     "cli": 1_282,  # with the conversation in a terminal, which tools paid for
     "tools": 3_910,
     "all of jaxgpt": 21_713,
-    "tests": 21_668,
+    "tests": 21_676,
 }
 # Nodes of Python's syntax tree, which no formatting changes: lines alone became dense.
-NODES = {"all of jaxgpt": 179_429, "tests": 196_037}
+NODES = {"all of jaxgpt": 179_429, "tests": 196_085}
 FILES = 121  # of the package
 
 

@@ -174,6 +174,8 @@ def test_what_could_not_be_sent_is_sent_by_the_same_command(machine, text_file, 
     assert not taken and find_step(store.contents(), machine, tiny_run) == 6
 
 
+@pytest.mark.slow
+@pytest.mark.numbers
 def test_one_process_trains_a_run_and_others_read_it(machine, text_file, monkeypatch, capsys, tmp_path):
     experiment, store, seen = tiny_experiment(text_file), machine(Store()), []
     for name, seconds in (("RENEW", 0.01), ("POLL", 0.1)):

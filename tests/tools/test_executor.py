@@ -31,6 +31,8 @@ def kill_self():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
+@pytest.mark.numbers
 def test_a_task_is_run_again_and_shares_the_machine_with_the_threads_of_the_first_process(tmp_path, monkeypatch):
     monkeypatch.setattr(chapter, "RETRIES", 1)
     with open_executor(TWO, tmp_path) as executor:
@@ -41,6 +43,8 @@ def test_a_task_is_run_again_and_shares_the_machine_with_the_threads_of_the_firs
             lost.result()
 
 
+@pytest.mark.slow
+@pytest.mark.numbers
 def test_ctrl_c_ends_the_tasks(tmp_path):
     began = time.monotonic()
     with (
@@ -68,6 +72,8 @@ def test_too_few_gpus(monkeypatch):
         LocalProcesses(Workers(on="local:2", gpus=2))
 
 
+@pytest.mark.slow
+@pytest.mark.numbers
 def test_what_another_process_trains_is_passed_over_and_a_stale_lock_is_named(tmp_path, text_file):
     variants, said = {name: tiny_experiment(text_file, steps=2) for name in ("a", "b")}, []
     lock = lock_run(tmp_path / "b/seed-0", fresh=False, name=CLAIM)
