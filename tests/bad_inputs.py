@@ -24,6 +24,8 @@ TABLE = {
         "plan --topologie v5e:4x4": "--topology",
     },
     "train ": {
+        "--on local:2": "one training takes --on ray and --hosts N together",
+        "--hosts 2": "one training takes --on ray and --hosts N together",
         "--model.n-layr 3": "no option --model.n-layr (did you mean --model.n-layer?)",
         "--model.n-layer": "--model.n-layer: expected 1 argument",
         "--model.n-layer ３.５": "n-layer",

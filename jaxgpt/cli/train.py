@@ -17,7 +17,7 @@ import jax
 
 from jaxgpt.cli.console import report_errors, say, say_error, take_traceback
 from jaxgpt.cli.options import parse
-from jaxgpt.config.validate import Count, NonNegativeInt, check_value
+from jaxgpt.config.validate import Count, check_value
 from jaxgpt.data.conversations import find_validation_prompt
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError, shell_line
@@ -27,6 +27,7 @@ from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.parallel.multihost import exit_now, is_process_0
 from jaxgpt.presets import EXPERIMENTS, quickstart
 from jaxgpt.runs.bucket import Bucket, address_of, name_of
+from jaxgpt.tools.executor import Workers, train_on_ray
 
 if TYPE_CHECKING:
     from jaxgpt.run import Run
@@ -37,9 +38,8 @@ def train(
     run_dir: str | None = None,
     fresh: bool = False,
     extend: bool = False,
-    on: str | None = None,
-    hosts: Count = 1,
-    gpus: NonNegativeInt = 0,
+    workers: Workers = Workers(),  # noqa: B008, it is frozen
+    hosts: Count | None = None,
     tpu_slice: str | None = None,
     experiment: Experiment,
     callbacks: Sequence[Callable[[dict[str, Any]], None]] = (),
@@ -52,15 +52,13 @@ def train(
         run_dir: run directory, resumed if it exists. None means runs/NAME
         fresh: move an old run aside, start over
         extend: continue to more train.steps, although the learning rate rises again
-        on: ray or ray://HOST:10001, to train on several hosts of a Ray cluster. None means here
-        hosts: how many of them
-        gpus: GPUs of each
+        hosts: hosts of a Ray cluster that train the run together, each with --gpus. None means this process
         tpu_slice: the slice of TPUs whose hosts they are, such as TPU-V6E:4x4. None means CPUs or GPUs
     """
-    if on is not None:
-        from jaxgpt.tools.executor import train_on_ray
-
-        return train_on_ray(None if on == "ray" else on, hosts, gpus, tpu_slice)
+    if hosts is not None or workers.on is not None:
+        if hosts is None or workers.on is None or workers.on.startswith("local:"):
+            raise UserError("one training takes --on ray and --hosts N together. Many runs take --on: see jaxgpt study")
+        return train_on_ray(workers, hosts, tpu_slice)
     from jaxgpt.training import fit
 
     configure_jax()

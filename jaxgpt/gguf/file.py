@@ -149,7 +149,7 @@ def _read_scaling(values: Json, head_size: int) -> Json:
     kind = values.get("rope.scaling.type")
     if kind not in (None, "none", "linear"):
         raise UserError(f"rope.scaling.type={short(kind)}: only none and linear are supported, and Llama 3's")
-    if given := LONGROPE.keys() & values.keys():  # of one alone GPTConfig misses the other
+    if given := LONGROPE.keys() & values.keys():  # GPTConfig needs all of them, and names what is missing
         factors = {LONGROPE[key]: tuple(values[key].read().ravel()[:head_size].tolist()) for key in given}
         context = {"rope_original_context": values.get(ORIGINAL)}
         return factors | context | {"rope_scaling": "longrope", "rope_magnitude": values.get(MAGNITUDE, 1.0)}
@@ -261,7 +261,7 @@ def write_gguf(path: Path, fields: Mapping[str, Any], tensors: dict[str, Tensor]
     """Write a file atomically, with one tensor in memory at a time.
 
     Tensors with one axis and the embedding of positions are float32, as llama.cpp needs them. `dtype`, a key of `NAMES`,
-    is that of the matrices, by default each one's own. q8_0 becomes float16 if rows are not divisible by 32.
+    is the dtype of the matrices, by default each one's own. q8_0 becomes float16 if rows are not divisible by 32.
     """
     gguf = _package()
     named = NAMES[dtype] if dtype else None

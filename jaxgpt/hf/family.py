@@ -331,7 +331,7 @@ def join(ours: Sequence[np.ndarray], layout: Layout, head_dim: int) -> np.ndarra
 
 
 def _swap(x: np.ndarray, shape: tuple[int, ...], axes: tuple[int, int]) -> np.ndarray:
-    """Return an array of the same shape, whose first axis has two parts swapped. shape: that of the first axis."""
+    """Return an array of the same shape, whose first axis has two parts swapped. shape: how the first axis is split."""
     return x.reshape(*shape, *x.shape[1:]).swapaxes(*axes).reshape(x.shape)
 
 

@@ -36,7 +36,7 @@ PAUSES = (0.0, 2.0, 10.0)  # seconds before each attempt to synchronise
 LEFT_OUT = re.compile(
     r"^profile/|(^|/)(\.{0,2}|\.(lock|claim|lease|part)|[^/]*\.(saving|deleting|damaged))(/|$)|\\|\.[0-9a-f]{8}$"
 )
-TO_LIST = r"(.*/)?(experiment\.json|metrics\.jsonl|code/.*|checkpoints/\d+/manifest\.json)$"  # of all runs below
+TO_LIST = r"(.*/)?(experiment\.json|metrics\.jsonl|code/.*|checkpoints/\d+/manifest\.json)$"  # files that `runs` reads
 # Names in the directory of a run that was killed before it wrote experiment.json.
 BEGINNINGS = re.compile(
     r"\.(lock|claim|lease)|(tokenizer|tokenizer_config|special_tokens_map|experiment)\.json(\..*)?|chat_template\.jinja|hf|code"
@@ -63,7 +63,7 @@ class Bucket:
     """A run in a bucket. What fails there raises the exceptions of the service: see `service_errors`."""
 
     def __init__(self, address: str, folder: str = "runs"):
-        """Open the file system of an address. folder: that of the working copy, in the cache."""
+        """Open the file system of an address. folder: the one in the cache that has the working copy."""
         self.address, self.directory = address, cache_directory() / folder / quote(address, safe="")
         self._fs, root = open_bucket(address)
         self._root = f"{root}/"
@@ -180,7 +180,7 @@ class Bucket:
         while not (found := self._read_lease()):
             with contextlib.suppress(FileExistsError):  # another process was faster
                 return self._write_lease("create")
-        if found["token"] == self._own_token():  # of a process that was killed here
+        if found["token"] == self._own_token():  # the process that wrote it was killed on this machine
             self._token, self._is_sent = found["token"], False
             return
         said = "%s: waiting %.0f s for a sign of life from %s, before taking the run over"

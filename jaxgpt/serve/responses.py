@@ -51,7 +51,7 @@ class Choice:
         self._echo = isinstance(p, CompletionParameters) and p.echo  # the prompt is the beginning of the text
         context = () if row.prompt == "" else row.request.prompt
         self._detokenizer = Detokenizer(served.run.tokenizer, p.stop, context)
-        self._start = 0  # characters of the text before those of the completion
+        self._start = 0  # characters of the text before the completion
         self._held: list[Token] = []  # tokens with text that is not out yet
 
     def push(self, update: Update) -> tuple[str, list[Token]]:

@@ -256,10 +256,10 @@ def _reason(error: BaseException) -> str:
     return (str(cause).strip().splitlines() or [type(cause).__name__])[-1]
 
 
-def train_on_ray(address: str | None, hosts: int, gpus: int, tpu_slice: str | None) -> None:
+def train_on_ray(workers: Workers, hosts: int, tpu_slice: str | None) -> None:
     """Repeat this process's `jaxgpt train` on each of several hosts, in this folder, which all see. Raises `UserError`.
 
-    gpus: of each host. tpu_slice: TPU-V6E:4x4, for example, whose hosts they are.
+    workers: the cluster, and the cores and GPUs of each host. tpu_slice: TPU-V6E:4x4, for example, whose hosts they are.
     """
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # with it, what a worker says comes twice
     try:
@@ -272,20 +272,22 @@ def train_on_ray(address: str | None, hosts: int, gpus: int, tpu_slice: str | No
 
     def repeat() -> None:
         os.chdir(folder)
-        sys.argv = ["jaxgpt", *words, "--on", "None"]
+        sys.argv = ["jaxgpt", *words, "--on", "None", "--hosts", "None"]
         runpy.run_module("jaxgpt", run_name="__main__")
 
+    gpus = workers.gpus or 0
     if tpu_slice:
         kind, _, topology = tpu_slice.partition(":")
-        workers = ScalingConfig(num_workers=hosts, use_tpu=True, accelerator_type=kind, topology=topology)
+        scale = ScalingConfig(num_workers=hosts, use_tpu=True, accelerator_type=kind, topology=topology)
     else:
-        workers = ScalingConfig(num_workers=hosts, use_gpu=gpus > 0, resources_per_worker={"CPU": 1, "GPU": gpus})
-        workers.placement_strategy = "SPREAD"
+        each = {"CPU": workers.cpus, "GPU": gpus}
+        scale = ScalingConfig(num_workers=hosts, use_gpu=gpus > 0, resources_per_worker=each)
+        scale.placement_strategy = "SPREAD"
     meet = JaxConfig(use_tpu=bool(tpu_slice), use_gpu=not tpu_slice)  # which goes by the platform's name, a CPU's too
     platform = {} if gpus or tpu_slice else {"JAX_PLATFORMS": "cpu"}
     how = RunConfig(storage_path="/tmp/ray", worker_runtime_env={"env_vars": platform})
     try:
-        ray.init(address)
-        JaxTrainer(repeat, jax_config=meet, scaling_config=workers, run_config=how).fit()
+        ray.init(None if workers.on == "ray" else workers.on)
+        JaxTrainer(repeat, jax_config=meet, scaling_config=scale, run_config=how).fit()
     except Exception as e:
         raise UserError(f"training on Ray failed: {first_line(e)}") from e
