@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax
+import jaxlib
 import pytest
 
 from jaxgpt.parallel import jax_setup
@@ -85,13 +86,58 @@ def test_a_resumed_run_finds_the_step_compiled():
     assert [x for x in jax.tree.leaves(state) if x.weak_type] == []
 
 
+def test_bits_are_drawn_by_the_kernel_on_gpus_and_a_cpu_program_does_not_change():
+    """Lowered for a GPU, which need not be there: no threefry of XLA's is left in `init_state`, nor the kernel after it."""
+    trainer = make_trainer(
+        dataclasses.replace(quickstart(), model=dataclasses.replace(quickstart().model, vocab_size=65))
+    )
+
+    def lower(platform):
+        traced = trainer.init_state.trace(jax.eval_shape(jax.random.key, 0), None)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+    unrolled, on_cpu = lower("cuda"), lower("cpu")
+    with trainer.draw_by_kernel():
+        assert lower("cpu") == on_cpu
+        drawn = lower("cuda")
+    assert "@cu_threefry2x32_ffi" in drawn and "shift_left" not in drawn
+    assert "shift_left" in unrolled and lower("cuda") == unrolled
+
+
 def test_the_cache_of_compiled_programs_is_bounded_and_the_users_alone(tmp_path, monkeypatch, private_cache):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
     try:
         jax_setup.enable_compilation_cache()
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla")
-        assert (tmp_path / "xla").stat().st_mode & 0o777 == 0o700
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla" / jaxlib.__version__)
+        assert (tmp_path / "xla" / jaxlib.__version__).stat().st_mode & 0o777 == 0o700
         assert 2**28 <= jax.config.jax_compilation_cache_max_size <= 2**33
     finally:
         keep_compiled(private_cache)  # as it was
+
+
+KEPT = """
+import os
+import jax, jaxgpt
+from jax._src.compiler import get_compile_options
+from jaxgpt.parallel.mesh import GPU_OPTIONS
+jaxgpt.configure_jax()
+hits = []
+jax.monitoring.register_event_listener(lambda name, **_: hits.append(name.endswith("/cache_hits")))
+os.makedirs("elsewhere", exist_ok=True)
+os.chdir("elsewhere")
+jax.jit(lambda x: x + 1, compiler_options=GPU_OPTIONS)(1.0)
+options = get_compile_options(1, 1)
+print(sum(hits), options.executable_build_options.debug_options.xla_gpu_per_fusion_autotune_cache_dir)
+"""
+
+
+@pytest.mark.parametrize("named", ["", "kept"])
+def test_a_cache_that_is_named_lies_there_or_nowhere(named, tmp_path):
+    """With options for the compiler, too. Nothing is written relative to where the process is when it compiles."""
+    env = {"JAX_COMPILATION_CACHE_DIR": named, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    said = [check_command("-c", KEPT, cwd=tmp_path, **env).stdout for _ in range(2)]
+    tuned = str(tmp_path / "kept" / "xla_gpu_per_fusion_autotune_cache_dir") if named else ""  # by XLA, on GPUs
+    assert [text.strip() for text in said] == [f"{hits} {tuned}".strip() for hits in (0, int(named == "kept"))]
+    assert {path.name for path in tmp_path.iterdir()} == {"elsewhere", named} - {""}
+    assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -22,7 +22,10 @@ from jaxgpt.optim import OptimConfig
 from jaxgpt.parallel.limits import bytes_per_device, count_parameters
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.tools.plan.collectives import read_collectives
+from jaxgpt.training import Training, fit
+from tests.helpers import chat_file, replace_fields, tiny_experiment
 
 # Sums over a batch in another order: a few units in the last place, grown over 20 steps of Adam. Seen: 3.8e-6.
 CURVES_EQUAL = dict(rtol=1e-5, atol=1e-5)
@@ -256,6 +259,32 @@ def check_imports() -> None:
             assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding, read, wanted))
             part, whole = bytes_per_device(wanted), sum(x.nbytes for x in jax.tree.leaves(params))
             assert whole / parts <= part < whole * 0.6, (family.model_type, name)
+
+
+def check_fit() -> None:
+    """A thread compiles the step: a run and its continuation take the same steps as by `train_step`, to the last bit."""
+    start_compiling, found = Training.start_compiling, {}
+    for name in ("pmap", "all"):
+        for by in (start_compiling, lambda self, start: self.trainer.train_step):
+            Training.start_compiling = by
+            directory = Path(tempfile.mkdtemp())
+            made = tiny_experiment(chat_file(directory), batch_size=BATCH)
+            sizes = {"vocab_size": 32, "n_head": 4, "n_embd": 16, "block_size": 112, "dropout": 0.1}
+            made = replace_fields(made, model=sizes, parallel=dataclasses.asdict(STRATEGIES[name]))
+            for steps in (2, 4):
+                whole = replace_fields(made, train={"steps": steps})
+                run = fit(whole, directory / "run", extend=True, progress=False)
+            lines = [line["loss"] for line in read_metrics(directory / "run" / "metrics.jsonl") if "loss" in line]
+            found.setdefault(name, []).append((lines, jax.tree.map(np.asarray, run.params)))
+        (by_thread, params), (losses, expected) = found[name]
+        assert len(losses) == 4 and by_thread == losses, name
+        jax.tree.map(np.testing.assert_array_equal, params, expected)
+    for name in ("pmap", "data", "fsdp"):
+        trainer = Run(name, "adamw").trainer
+        with trainer.draw_by_kernel():
+            traced = trainer.init_state.trace(jax.eval_shape(jax.random.key, 0), None)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert ("@cu_threefry" in text) == (name != "fsdp"), name
 
 
 def check_bad_step() -> None:
