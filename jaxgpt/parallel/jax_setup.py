@@ -186,14 +186,11 @@ def first_device() -> jax.Device:
 
 def device_name() -> str:
     """Return the kind of the first device. Of a CPU it is maker, family and model, which decide how XLA rounds sums."""
-    kind = first_device().device_kind
-    try:
-        text = Path("/proc/cpuinfo").read_text(errors="replace") if kind == "cpu" else ""
-    except OSError:  # not Linux
-        text = ""
-    fields = dict(re.findall(r"^(vendor_id|cpu family|model)\s*: (.*)$", text.partition("\n\n")[0], re.MULTILINE))
-    return (
-        f"{kind} {fields['vendor_id']} family {fields['cpu family']} model {fields['model']}"
-        if len(fields) == 3
-        else kind
-    )
+    kind, facts = first_device().device_kind, Path("/proc/cpuinfo")
+    if kind != "cpu" or not facts.exists():  # not Linux
+        return kind
+    first = facts.read_text(errors="replace").partition("\n\n")[0]
+    found = dict(re.findall(r"^(vendor_id|cpu family|model)\s*: (.*)$", first, re.MULTILINE))
+    if len(found) < 3:
+        return kind
+    return f"{kind} {found['vendor_id']} family {found['cpu family']} model {found['model']}"
