@@ -64,7 +64,7 @@ class Trainer:
     def draw_by_kernel(self) -> contextlib.AbstractContextManager:
         """Let JAX's own kernel draw the bits of `init_state` on GPUs, if each device holds the whole state.
 
-        XLA unrolls threefry for each array, 48 s of compilation for GPT-2 124M instead of 4. The bits are the same. The
+        XLA unrolls threefry for each array, 48 to 95 s of compilation for GPT-2 124M instead of 4. The bits are the same. The
         kernel needs up to 24 bytes for each element of the whole array. A step with dropout would move 44% more bytes.
         """
         arrays = jax.tree.leaves(self.abstract_state)
