@@ -290,7 +290,8 @@ class Training:
             with self.trainer.draw_by_kernel():
                 return self.trainer.init_state(self.keys[0], params)
         if params is not None:
-            frozen = jax.jit(freeze, static_argnums=0)(self.experiment.lora, params)
+            places = jax.tree.map(lambda x: x.sharding, frozen)  # as the step is compiled for
+            frozen = jax.jit(freeze, static_argnums=0, out_shardings=places)(self.experiment.lora, params)
         state = dataclasses.replace(self.checkpoints.restore(step, like), frozen_params=frozen)
         return from_checkpoint(state)
 

@@ -264,16 +264,18 @@ def check_fit() -> None:
     """A thread compiles the step: a run and its continuation end as by `train_step`, to the last bit. Shards need no kernel."""
     model = dataclasses.replace(CONFIG, vocab_size=32, block_size=112, dropout=0.1)
     ways = Training.start_compiling, lambda self, start: self.trainer.train_step
-    for name in ("pmap", "all"):
+    origin, four_bits = None, LoraConfig(rank=2, targets=("q", "c_proj"), frozen="int4")
+    for name, lora in (("pmap", NO_LORA), ("all", four_bits)):
         ends = []
         for Training.start_compiling in ways:
             directory = Path(tempfile.mkdtemp())
             for steps in (2, 4):
-                made = tiny_experiment(chat_file(directory), batch_size=BATCH, steps=steps)
-                made = dataclasses.replace(made, model=model, parallel=STRATEGIES[name])
+                made = tiny_experiment(chat_file(directory), batch_size=BATCH, steps=steps, init_from=origin)
+                made = dataclasses.replace(made, model=model, parallel=STRATEGIES[name], lora=lora)
                 run = fit(made, directory / "run", extend=True, progress=False)
             ends.append(run.params)
         jax.tree.map(np.testing.assert_array_equal, *ends)
+        origin = str(directory / "run")
     for name in ("pmap", "data", "fsdp"):
         trainer = Run(name, "adamw").trainer
         with trainer.draw_by_kernel():
