@@ -25,8 +25,8 @@ from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json, render_json
 from jaxgpt.parallel.jax_setup import device_name
 from jaxgpt.parallel.trainer import fit_devices, gather_params
-from jaxgpt.runs.autopsy import NonFiniteReport, debug_step
 from jaxgpt.runs.checkpoint import CorruptCheckpoint, open_checkpoints
+from jaxgpt.runs.checks import NonFiniteReport, debug_step
 from jaxgpt.runs.directory import RunMetadata, find_run, installed_versions, read_metadata
 from jaxgpt.runs.metrics import parse_metrics, read_metrics
 from jaxgpt.train import TrainState, why_skipped

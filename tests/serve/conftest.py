@@ -14,10 +14,9 @@ from jaxgpt.data.dataset import DataConfig, open_data
 from jaxgpt.sample.engine import Piece, Request
 from jaxgpt.sample.score import PromptScores
 from jaxgpt.serve import ServeOptions
-from jaxgpt.serve.app import make_app
 from jaxgpt.serve.requests import Served
 from jaxgpt.serve.scheduler import Scheduler
-from jaxgpt.serve.server import guard, make_log, make_server
+from jaxgpt.serve.server import guard, make_app, make_log, make_server
 from tests.helpers import make_model, recorded_run
 
 BLOCK = 1200  # bytes, which hold the description of tools
