@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from jaxgpt.errors import UserError, reason_of
 
+Json = dict[str, Any]  #: an object of JSON
 GENERATOR = '<meta name="generator" content="jaxgpt">'  # at the head of every page that we write
 
 

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import filelock
 
-from jaxgpt.errors import UserError, first_line, reason_of
+from jaxgpt.errors import UserError, first_line
 from jaxgpt.files import (
     cache_directory,
     is_there,
@@ -181,11 +181,8 @@ def _download_bucket(fs: Any, root: str, folder: Path) -> None:
 
 def read_text(path: Path) -> Iterator[str]:
     """Yield the text of a file in pieces of bounded size. Raises `UserError` if it is not UTF-8."""
-    try:
-        with open_file(path) as f:
-            yield from decode_text(f, path)
-    except OSError as e:
-        raise UserError(f"cannot read {path}: {reason_of(e)}") from None
+    with open_file(path) as f:
+        yield from decode_text(f, path)
 
 
 def decode_text(f: BinaryIO, name: str | Path) -> Iterator[str]:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxgpt.config.validate import LARGEST_SIZE, short
 from jaxgpt.errors import UserError
-from jaxgpt.files import is_there, parse_json, read_bytes
+from jaxgpt.files import Json, is_there, parse_json, read_bytes
 
 LARGEST_FILE = 2**26  # bytes of a tokenizer.json. Gemma 3's, of 262,144 tokens, is half as large
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # GPT-2, Llama 3, Llama 2, Gemma
@@ -216,26 +216,22 @@ class BPETokenizer(Tokenizer):
         """Return the text of tokenizer.json, unchanged."""
         return self._json
 
-    def parts(self) -> dict[str, Any]:
+    def parts(self) -> Json:
         """Return tokenizer.json parsed, with the fields that it leaves out, as the installed library writes them."""
         return json.loads(self._tokenizer.to_str())
 
 
-def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[tuple[str, str, str]]) -> list[np.ndarray]:
-    """Return the ids of pieces of longer texts, each given as (what is before it, piece, what is after it).
+def encode_piece(tokenizer: Tokenizer, before: str, text: str, after: str) -> np.ndarray:
+    """Return the ids of a piece of a longer text, given what is before it and after it, of which `CONTEXT` is enough.
 
     A token belongs to the piece in which it begins, so that all pieces of a text have the ids of the whole: SentencePiece,
-    for example, puts a space before a text, but not before each piece. `CONTEXT` characters before and after are enough.
+    for example, puts a space before a text, but not before each piece.
     """
-    found = []
-    for before, text, after in pieces:
-        if tokenizer.is_splittable or not (before or after):
-            found.append(tokenizer.encode(text))
-            continue
-        ids, spans = tokenizer.locate(before + text + after, specials=False)
-        starts = spans[:, 0] - len(before)
-        found.append(ids[(starts >= 0) & ((starts < len(text)) | (not after))])
-    return found
+    if tokenizer.is_splittable or not (before or after):
+        return tokenizer.encode(text)
+    ids, spans = tokenizer.locate(before + text + after, specials=False)
+    starts = spans[:, 0] - len(before)
+    return ids[(starts >= 0) & ((starts < len(text)) | (not after))]
 
 
 class TextEncoder:
@@ -250,7 +246,7 @@ class TextEncoder:
             return self._tokenizer.encode(text)
         text = self._rest + text
         at = len(text) if is_last else max(len(text) - CONTEXT, 0)
-        (ids,) = encode_pieces(self._tokenizer, [(self._before, text[:at], text[at:])])
+        ids = encode_piece(self._tokenizer, self._before, text[:at], text[at:])
         self._before, self._rest = "" if is_last else (self._before + text[:at])[-CONTEXT:], text[at:]
         return ids
 

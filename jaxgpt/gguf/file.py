@@ -198,7 +198,7 @@ RENAMED = {"gemma3_text": ARCHITECTURES["gemma3"], "gpt_neox": ARCHITECTURES["gp
 FAMILIES = RENAMED | ARCHITECTURES | {"mistral": ARCHITECTURES["llama"]}  # by the model_type of Hugging Face
 
 
-def write_fields(family: Family, config: GPTConfig) -> dict[str, Any]:
+def write_fields(family: Family, config: GPTConfig) -> Json:
     """Return the fields of an architecture, without prefix. Raises `UserError` if llama.cpp computes another model."""
     written = family.write(config).items()
     values = {key: float(x) if key.endswith(FLOATS) else x for key, x in written if x is not None}

@@ -23,7 +23,7 @@ from jaxgpt.data.tokenizer import (
     load_tokenizer,
 )
 from jaxgpt.errors import UserError, first_line
-from jaxgpt.files import is_there, read_bytes, read_json, write_whole
+from jaxgpt.files import Json, is_there, read_bytes, read_json, write_whole
 from jaxgpt.hf.families import get_family
 from jaxgpt.hf.family import Family
 from jaxgpt.hf.weights import Tensor, check, list_tensors
@@ -203,7 +203,7 @@ def tokenizer_json(tokenizer: Tokenizer, end: int | None = None) -> str | None:
     return None
 
 
-def _added_tokens(tokenizer: CharTokenizer | ByteTokenizer, end: int | None) -> list[dict[str, Any]]:
+def _added_tokens(tokenizer: CharTokenizer | ByteTokenizer, end: int | None) -> list[Json]:
     """Return the added tokens of tokenizer.json, of which the end is special."""
     ids: Any = {*special_ids(tokenizer, end).values()} - {None}
     return [{"id": i, "content": tokenizer.decode([i]), "special": i == end, **PLAIN_TOKEN} for i in sorted(ids)]
@@ -221,7 +221,7 @@ def list_byte_names() -> list[str]:
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]
 
 
-def tokenizer_config(tokenizer: Tokenizer, block_size: int, end: int | None = None) -> dict[str, Any]:
+def tokenizer_config(tokenizer: Tokenizer, block_size: int, end: int | None = None) -> Json:
     """Return the tokenizer_config.json that transformers' AutoTokenizer needs. end: see `special_ids`."""
     # An empty table: without one, transformers 5 makes tokens with a name special, and would drop newlines in decoding.
     added = {} if isinstance(tokenizer, BPETokenizer) else {"added_tokens_decoder": {}}

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from jaxgpt.config.validate import short
 from jaxgpt.errors import UserError
-from jaxgpt.files import open_file, open_whole, read_json, write_whole
+from jaxgpt.files import Json, open_file, open_whole, read_json, write_whole
 from jaxgpt.hf.family import EMBEDDING, HEAD, Family, join, split, their_shape
 from jaxgpt.lora import A, B, LoraConfig
 from jaxgpt.model import GPT, GPTConfig
@@ -218,7 +218,7 @@ def to_tensors(params: dict, family: Family, config: GPTConfig, dtype: DTypeLike
 
 def to_peft(
     adapters: dict, lora: LoraConfig, family: Family, config: GPTConfig, dtype: DTypeLike | None = None
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+) -> tuple[dict[str, Tensor], Json]:
     """Return the tensors of adapters by PEFT's names, and adapter_config.json. Needs `scan_layers` off.
 
     A tensor that joins several matrices, such as GPT-2's c_attn, has one adapter. Its rank is the sum of theirs: the a
@@ -280,7 +280,7 @@ def write_file(file: Path, tensors: dict[str, Tensor]) -> None:
 
     The library is not used, because it needs all tensors in memory at once.
     """
-    head: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
+    head: Json = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
     at = 0
     for name, tensor in tensors.items():
         head[name] = {"dtype": tensor.kind, "shape": tensor.shape, "data_offsets": [at, at + tensor.bytes]}

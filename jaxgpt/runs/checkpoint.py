@@ -30,7 +30,7 @@ import jax
 from flax import struct
 
 from jaxgpt.errors import CheckpointSaveError, UserError, reason_of, shell_line
-from jaxgpt.files import json_sha256, read_bytes, write_whole
+from jaxgpt.files import Json, json_sha256, read_bytes, write_whole
 from jaxgpt.parallel import multihost
 from jaxgpt.runs.bucket import Bucket, name_of
 from jaxgpt.train import Params, TrainState
@@ -94,7 +94,7 @@ class Checkpoints:
         """Return the last step, or None if there are no checkpoints."""
         return max(self.steps(), default=None)
 
-    def manifest(self, step: int) -> dict[str, Any]:
+    def manifest(self, step: int) -> Json:
         """Return what was written with a checkpoint: `val_loss`, `arrays`, `files` and others.
 
         Raises `CorruptCheckpoint` if it was changed, or if a field has another type.
@@ -214,7 +214,7 @@ class Checkpoints:
         about |= {"val_loss": _finite(val_loss), "arrays": arrays}
         self._sealing = self._pool.submit(self._seal, writer, partial, about)
 
-    def _seal(self, writer: ocp.AsyncCheckpointer, partial: Path, about: dict[str, Any]) -> None:
+    def _seal(self, writer: ocp.AsyncCheckpointer, partial: Path, about: Json) -> None:
         """Wait for the arrays, write the manifest, publish the checkpoint, and remove old ones."""
         step = about["step"]
         try:
@@ -405,6 +405,6 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _render(body: dict[str, Any]) -> str:
+def _render(body: Json) -> str:
     """Return the canonical text of a manifest, with its SHA-256: any changed bit is detected."""
     return json.dumps({**body, "sha256": json_sha256(body)}, indent=1) + "\n"

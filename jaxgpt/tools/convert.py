@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from string import Template
-from typing import Any
 
 from jax.typing import DTypeLike
 
@@ -21,7 +20,7 @@ from jaxgpt.data.template import ETX, ChatTemplate, Jinja, Turns, write_template
 from jaxgpt.data.tokenizer import fingerprint
 from jaxgpt.errors import UserError, reason_of, shell_line
 from jaxgpt.experiment import Experiment
-from jaxgpt.files import cache_directory, is_there, read_json, render_json, write_whole
+from jaxgpt.files import Json, cache_directory, is_there, read_json, render_json, write_whole
 from jaxgpt.gguf.file import FAMILIES, open_gguf, parse_dtype, to_gguf, write_gguf
 from jaxgpt.gguf.tokenizers import read_chat_template, read_ends, tokenizer_fields
 from jaxgpt.hf.families import find_family
@@ -123,7 +122,7 @@ def import_model(
     return source
 
 
-def _keep_settings(fields: dict[str, Any], source: Source, directory: Path) -> None:
+def _keep_settings(fields: Json, source: Source, directory: Path) -> None:
     """Keep the chat template and the ends of a text, of the fields of a GGUF file, in a run directory."""
     template = {"chat_template": read_chat_template(fields)}
     for token in ("bos", "eos"):
@@ -303,13 +302,13 @@ def _visible_end(run: Run, template: ChatTemplate | None) -> int | None:
     return end if end is not None and run.tokenizer.decode([end]) == ETX else None
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> Json:
     """Return the object in a JSON file, empty if there is none."""
     values = read_json(path, LARGEST_CONFIG) if path.exists() else {}
     return values if isinstance(values, dict) else {}
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
+def _write_json(path: Path, values: Json) -> None:
     write_whole(path, render_json(values, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from jaxgpt.data.corpus import open_bucket, service_errors
 from jaxgpt.errors import Diverged, Preempted, first_line
 from jaxgpt.experiment import Experiment
-from jaxgpt.files import write_whole
+from jaxgpt.files import Json, write_whole
 from jaxgpt.runs.bucket import HeldElsewhere, address_of
 from jaxgpt.runs.code import Files, pack, unpack
 from jaxgpt.runs.directory import CLAIM, fetch_run, is_run, lock_run, read_metadata
@@ -132,7 +132,7 @@ def train_there(runs: dict[int, GridRun], executor: Executor) -> Iterator[tuple[
         yield submitted[done], done
 
 
-def train_unpacked(values: dict[str, Any], files: Files, directory: Path) -> Curve:
+def train_unpacked(values: Json, files: Files, directory: Path) -> Curve:
     """Train a run in a process that an executor has started: the task of a grid."""
     try:
         return train_or_resume(unpack(values, files), directory, fit)

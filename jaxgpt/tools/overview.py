@@ -10,14 +10,14 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxgpt.data.corpus import service_errors
 from jaxgpt.errors import UserError, first_line, reason_of
-from jaxgpt.files import Result, is_there
+from jaxgpt.files import Json, Result, is_there
 from jaxgpt.model import GPTConfig
 from jaxgpt.parallel import limits
 from jaxgpt.runs.bucket import TO_LIST, Bucket, address_of
@@ -126,7 +126,7 @@ def _read_run(directory: Path) -> Row:
     )
 
 
-def _status(metadata: RunMetadata, lines: list[dict[str, Any]], step: int) -> str:
+def _status(metadata: RunMetadata, lines: list[Json], step: int) -> str:
     """Return the status of a run. It is complete if its last checkpoint exists."""
     steps, most = metadata.experiment.train.steps, metadata.experiment.optim.max_skipped
     if metadata.imported is not None:

@@ -22,7 +22,7 @@ import numpy as np
 from jaxgpt.config.validate import Count, Fraction, Interval, check_value
 from jaxgpt.config.words import replace_fields
 from jaxgpt.errors import UserError
-from jaxgpt.files import parse_json, render_json
+from jaxgpt.files import Json, parse_json, render_json
 from jaxgpt.parallel.jax_setup import device_name
 from jaxgpt.parallel.trainer import fit_devices, gather_params
 from jaxgpt.runs.checkpoint import CorruptCheckpoint, open_checkpoints
@@ -47,11 +47,11 @@ class ReplayResult:
     loss: float  # nats per token
     grad_norm: float
     skipped: str | None  # why the step was skipped. None means that it was taken
-    logged: dict[str, Any] | None  # the line of this step in metrics.jsonl. None if it was not logged
+    logged: Json | None  # the line of this step in metrics.jsonl. None if it was not logged
     equal: bool | None  # loss equal bit for bit to the logged one, or the same reason to skip. None if not logged
     findings: NonFiniteReport | None  # None if the step is finite
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the fields. A number that is not finite is a word, such as "nan"."""
         return parse_json(render_json(dataclasses.asdict(self), not_finite=str), "the replay")
 
@@ -140,8 +140,8 @@ class AuditResult:
 class _Claims:
     """The numbers that a run states for its steps."""
 
-    steps: dict[int, dict[str, Any]]  # the lines of metrics.jsonl with a loss or a reason to skip
-    validations: dict[int, dict[str, Any]]  # the lines with a validation loss
+    steps: dict[int, Json]  # the lines of metrics.jsonl with a loss or a reason to skip
+    validations: dict[int, Json]  # the lines with a validation loss
     kept: dict[int, float | None]  # the validation loss of each undamaged checkpoint
 
 

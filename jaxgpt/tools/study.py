@@ -16,7 +16,7 @@ from jaxgpt.config.validate import check_count, short, short_repr
 from jaxgpt.config.words import replace_fields
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
-from jaxgpt.files import render_json
+from jaxgpt.files import Json, render_json
 from jaxgpt.loss import ObjectiveConfig
 from jaxgpt.parallel.multihost import initialize
 from jaxgpt.runs.bucket import HeldElsewhere
@@ -188,7 +188,7 @@ def check_comparable(variants: Mapping[str, Experiment]) -> None:
 
 def _check_same_tokens(variants: Mapping[str, Experiment], directory: Path) -> None:
     """Raise `UserError` unless all variants validate on the same tokens, with the tokenizers of their weights."""
-    data: dict[str, dict[str, Any]] = {}
+    data: dict[str, Json] = {}
     first = next(iter(variants))
     for name, experiment in variants.items():
         run = fetch_run(directory / slug(name) / "seed-0")

@@ -24,7 +24,7 @@ from jaxgpt.config.validate import Count, field_hints, short_repr
 from jaxgpt.config.words import parse_value, plain_types, replace_fields
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
-from jaxgpt.files import render_json
+from jaxgpt.files import Json, render_json
 from jaxgpt.runs.bucket import address_of
 from jaxgpt.runs.directory import RUNS, is_run
 from jaxgpt.statistics import mean_interval
@@ -102,7 +102,7 @@ def _parse_axis(text: str, hints: dict[str, Any]) -> Axis:
     return Axis(field=field, low=found[0], high=found[1])
 
 
-def draw_points(axes: Sequence[Axis], trials: int) -> list[dict[str, Any]]:
+def draw_points(axes: Sequence[Axis], trials: int) -> list[Json]:
     """Return the points of a sweep, {field: value}, without repetitions.
 
     One field is spread evenly. Several form a scrambled Halton sequence (Owen 2017, arXiv:1706.02808), which covers each
@@ -132,7 +132,7 @@ class Trial:
     """A point, and the losses of its runs in nats per token."""
 
     trial: int  # its number, from 1
-    point: dict[str, Any]  # {field: value}
+    point: Json  # {field: value}
     losses: list[list[float | None]] = dataclasses.field(default_factory=list)  # by round and seed: see `Curve.last`
 
     @property
@@ -154,7 +154,7 @@ class SweepResult:
     trials: list[Trial]  # the winner first
     __repr__ = short_repr
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return rounds and trials."""
         return {
             "rounds": [dataclasses.asdict(each) for each in self.rounds],
