@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import io
 import json
@@ -15,7 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from jaxgpt.errors import UserError, reason_of
 
@@ -131,8 +130,7 @@ def parse_json(raw: str | bytes, where: str, **hooks: Any) -> Any:
         raise UserError(f"{where} is damaged: {e}") from None
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """What a command found: JSON for programs and a text for people."""
 
     value: Any

@@ -287,7 +287,7 @@ def find_template(tokenizer: Tokenizer, directory: Path | None, *, is_own: bool 
     """
     if directory is None:
         return _choose_turns(tokenizer)
-    values = _read_values(directory / "tokenizer_config.json")
+    values = read_object(directory / "tokenizer_config.json")
     named = _find_sources(directory, values.get("chat_template"))
     if not named:
         return _choose_turns(tokenizer)
@@ -321,9 +321,9 @@ def _choose_turns(tokenizer: Tokenizer) -> Turns:
     return dataclasses.replace(ours, begin=begin) if begin else ours
 
 
-def _read_values(path: Path) -> Json:
+def read_object(path: Path) -> Json:
     """Return the object in a JSON file, empty if there is no file. Raises `UserError` if it is damaged."""
-    values = read_json(path, LARGEST_CONFIG) if is_there(path, "Name another tokenizer.") else {}
+    values = read_json(path, LARGEST_CONFIG) if is_there(path, "Name another directory.") else {}
     if not isinstance(values, dict):
         raise UserError(f"{path} is damaged: it holds {type(values).__name__}, not an object")
     return values
@@ -350,14 +350,14 @@ def _find_tokens(tokenizer: Tokenizer, directory: Path, values: Json) -> Json:
     """
     known: Json = {}
     # config.json of a model's directory, or of a run that was imported
-    config = _read_values(directory / "config.json") or _read_values(directory / "hf/config.json")
+    config = read_object(directory / "config.json") or read_object(directory / "hf/config.json")
     for name, ids in config.items():
         i = ids[0] if isinstance(ids, list) and ids else ids
         if name.endswith("_token_id") and type(i) is int and 0 <= i < tokenizer.vocab_size:
             known[name.removesuffix("_id")] = tokenizer.decode([i])
     known |= values
     if "added_tokens_decoder" not in values:
-        known |= _read_values(directory / "special_tokens_map.json")
+        known |= read_object(directory / "special_tokens_map.json")
     return known
 
 
@@ -375,8 +375,9 @@ def _spell(values: Json) -> dict[str, str]:
 def write_template(directory: Path, config: Json) -> None:
     """Write a template's `config` into tokenizer_config.json, in place of another template's."""
     path = directory / "tokenizer_config.json"
-    there = _read_values(path)
-    others = {name: x for name, x in there.items() if name != "chat_template" and not (config and _is_token(name))}
+    others = {
+        name: x for name, x in read_object(path).items() if name != "chat_template" and not (config and _is_token(name))
+    }
     if others or config:
         write_whole(path, json.dumps(others | config, indent=1) + "\n")
     for file in (directory / name for name in TEMPLATE_FILES.values()):

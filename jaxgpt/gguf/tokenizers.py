@@ -218,7 +218,7 @@ def _refuse(part: str) -> NoReturn:
     raise UserError(f"llama.cpp cannot encode as this tokenizer does, which has {part}")
 
 
-def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
+def read_tokenizer(fields: Json) -> Tokenizer:
     """Return the tokenizer of a file. Raises `UserError` if its fields are damaged, or of a kind that is not known."""
     if fields.get(GGML + "model") == "none":
         key = f"{fields.get('general.architecture')}.vocab_size"
@@ -227,7 +227,7 @@ def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
     return BPETokenizer(json.dumps(parts, ensure_ascii=False))
 
 
-def _make_parts(fields: Mapping[str, Any], tokens: list[str]) -> Json:
+def _make_parts(fields: Json, tokens: list[str]) -> Json:
     """Return the tokenizer.json of a BPE in a file of another program."""
     kind = fields.get(GGML + "model")
     kinds = _read_list(fields, "token_type", int, len(tokens))
@@ -260,7 +260,7 @@ def _make_parts(fields: Mapping[str, Any], tokens: list[str]) -> Json:
     return {"version": "1.0", "added_tokens": added, "model": model, **parts}
 
 
-def _byte_level_parts(fields: Mapping[str, Any]) -> tuple[Json, Json, bool]:
+def _byte_level_parts(fields: Json) -> tuple[Json, Json, bool]:
     """Return (model, other parts, whether a text begins with a token unless the file says) of a "gpt2"."""
     given = str(fields.get(GGML + "pre"))
     pre = ALIASES.get(given, given)
@@ -274,9 +274,7 @@ def _byte_level_parts(fields: Mapping[str, Any]) -> tuple[Json, Json, bool]:
     return model, {"pre_tokenizer": words, "decoder": BYTE_LEVEL}, pre in ("llama-bpe", "tekken")
 
 
-def _sentencepiece_parts(
-    fields: Mapping[str, Any], tokens: list[str], vocab: Mapping[str, int]
-) -> tuple[Json, Json, bool]:
+def _sentencepiece_parts(fields: Json, tokens: list[str], vocab: Mapping[str, int]) -> tuple[Json, Json, bool]:
     """Return what `_byte_level_parts` does of a "llama", whose merges are all cuts of a token in two, by its score."""
     scores = _read_list(fields, "scores", float, len(tokens))
     merges = []
@@ -299,7 +297,7 @@ def _sentencepiece_parts(
     return model, {"normalizer": normalizer, "decoder": {"type": "Sequence", "decoders": decoders}}, True
 
 
-def _read_list(fields: Mapping[str, Any], name: str, kind: type, length: int | None = None) -> list[Any]:
+def _read_list(fields: Json, name: str, kind: type, length: int | None = None) -> list[Any]:
     """Return a list of values of one kind, with one for each token. Raises `UserError` if it is anything else."""
     values = fields.get(GGML + name)
     is_list = isinstance(values, list) and all(type(x) is kind for x in values)
@@ -308,12 +306,12 @@ def _read_list(fields: Mapping[str, Any], name: str, kind: type, length: int | N
     return values
 
 
-def read_chat_template(fields: Mapping[str, Any]) -> str | None:
+def read_chat_template(fields: Json) -> str | None:
     """Return the chat template in the fields of a GGUF, in Jinja, or None if it has none."""
     return check_value(CHAT_TEMPLATE, fields.get(CHAT_TEMPLATE), str | None)
 
 
-def read_ends(fields: Mapping[str, Any]) -> list[int]:
+def read_ends(fields: Json) -> list[int]:
     """Return the ids that end a text, from the fields of a GGUF: the `ends` of `tokenizer_fields`."""
     found = (fields.get(f"{GGML}{name}_token_id") for name in ENDS)
     return [end for end in found if type(end) is int]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxgpt.config.validate import short
-from jaxgpt.data.template import TEMPLATE_FILES
+from jaxgpt.data.template import LARGEST_CONFIG, TEMPLATE_FILES, read_object
 from jaxgpt.data.tokenizer import (
     BPETokenizer,
     ByteTokenizer,
@@ -26,10 +26,9 @@ from jaxgpt.errors import UserError, first_line
 from jaxgpt.files import Json, is_there, read_bytes, read_json, write_whole
 from jaxgpt.hf.families import get_family
 from jaxgpt.hf.family import Family
-from jaxgpt.hf.weights import Tensor, check, list_tensors
+from jaxgpt.hf.weights import Tensors, check, list_tensors
 from jaxgpt.model import GPTConfig
 
-LARGEST_CONFIG = 2**24  # bytes of a config.json
 # Files that an export copies. In a run directory the tokenizer's are next to tokenizer.json, where a chat finds its
 # template, and the others in a folder.
 BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", *TEMPLATE_FILES.values())
@@ -53,7 +52,7 @@ class Source:
     family: Family
     config: GPTConfig
     tokenizer: Tokenizer
-    tensors: dict[str, Tensor]
+    tensors: Tensors
 
 
 def find_directory(name: str, wanted: Sequence[str] = WANTED, *, downloads: bool = True) -> Path:
@@ -135,9 +134,7 @@ def check_vocabulary(tokenizer: Tokenizer, name: str | Path, config: GPTConfig) 
 def end_tokens(run: Path) -> list[int]:
     """Return the end tokens in the files of an imported model. The list is empty for other runs."""
     for name in reversed(IN_HF_FOLDER):  # generation_config.json takes precedence
-        path = run / HF_FOLDER / name
-        values = read_json(path, LARGEST_CONFIG) if path.exists() else None
-        ends = values.get("eos_token_id") if isinstance(values, dict) else None
+        ends = read_object(run / HF_FOLDER / name).get("eos_token_id")
         if ends is not None:
             return [end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int]
     return []

@@ -16,11 +16,11 @@ from string import Template
 from jax.typing import DTypeLike
 
 from jaxgpt.data.conversations import find_end_of_turn
-from jaxgpt.data.template import ETX, ChatTemplate, Jinja, Turns, write_template
+from jaxgpt.data.template import ETX, ChatTemplate, Jinja, Turns, read_object, write_template
 from jaxgpt.data.tokenizer import fingerprint
 from jaxgpt.errors import UserError, reason_of, shell_line
 from jaxgpt.experiment import Experiment
-from jaxgpt.files import Json, cache_directory, is_there, read_json, render_json, write_whole
+from jaxgpt.files import Json, cache_directory, is_there, render_json, write_whole
 from jaxgpt.gguf.file import FAMILIES, open_gguf, parse_dtype, to_gguf, write_gguf
 from jaxgpt.gguf.tokenizers import read_chat_template, read_ends, tokenizer_fields
 from jaxgpt.hf.families import find_family
@@ -29,7 +29,6 @@ from jaxgpt.hf.source import (
     BESIDE_TOKENIZER,
     HF_FOLDER,
     HUB_ID,
-    LARGEST_CONFIG,
     README,
     Source,
     copy_files,
@@ -208,7 +207,7 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
     """
     directory, out = find_run(run), Path(out)
     _check_empty(out, "--out")
-    imported = _read_object(directory / HF_FOLDER / "config.json")  # an imported model's, else empty
+    imported = read_object(directory / HF_FOLDER / "config.json")  # an imported model's, else empty
     loaded, family, template = _load_to_export(read_metadata(directory), imported.get("model_type"))
     config = loaded.model.config
     if config.position == "rope" and imported.get("model_type") == family.model_type:
@@ -230,7 +229,15 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
         if loaded.metadata.imported and (directory / HF_FOLDER / README).exists():  # with the model's license
             copy_files(directory / HF_FOLDER, out, [README])
         else:
-            write_whole(out / README, _model_card(loaded, family))
+            card = Template(read_asset("model_card.md")).substitute(
+                dataclasses.asdict(loaded.model.config.explicit()),
+                name=loaded.experiment.name,
+                model_type=family.model_type,
+                architecture=family.architecture,
+                parameters=f"{count_parameters(loaded.params):,}",
+                origin="\n".join(f"- {fact}." for fact in _list_facts(loaded)),
+            )
+            write_whole(out / README, card)  # the Hub reads its header
     return out
 
 
@@ -245,7 +252,7 @@ def export_peft(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | N
     lora, base = metadata.experiment.lora, metadata.experiment.train.init_from
     if lora.rank is None:
         raise UserError(f"{directory} has no adapters (--lora.rank). Give --to hf, to export its parameters.")
-    hf = _read_object(directory / HF_FOLDER / "config.json")
+    hf = read_object(directory / HF_FOLDER / "config.json")
     loaded, family, template = _load_to_export(metadata, hf.get("model_type"))
     if (of := load_base(metadata).metadata) is not None:  # a run, which may have been imported
         base = (of.imported or {}).get("from")
@@ -277,7 +284,7 @@ def write_tokenizer(out: Path, run: Run, template: ChatTemplate | None) -> None:
     if (text := tokenizer_json(run.tokenizer, end)) is not None:
         write_whole(out / "tokenizer.json", text)
         copy_files(run.directory, out, BESIDE_TOKENIZER)
-        values = original = _read_object(out / "tokenizer_config.json")
+        values = original = read_object(out / "tokenizer_config.json")
         if "tokenizer_class" not in values:  # otherwise the file is complete
             values = tokenizer_config(run.tokenizer, run.model.config.block_size, end) | values
         if isinstance(template, Turns):  # our own template: other libraries need it in Jinja
@@ -289,7 +296,7 @@ def write_tokenizer(out: Path, run: Run, template: ChatTemplate | None) -> None:
         copy_files(generation.parent, out, [generation.name])
         return
     ids = {f"{t}_token_id": i for t, i in special_ids(run.tokenizer, end).items() if t != "unk"}
-    values = ids | _read_object(generation)
+    values = ids | read_object(generation)
     if template is not None:
         ends = values["eos_token_id"]
         values["eos_token_id"] = _end_turns(ends if isinstance(ends, list) else [ends], run, template)
@@ -302,26 +309,8 @@ def _visible_end(run: Run, template: ChatTemplate | None) -> int | None:
     return end if end is not None and run.tokenizer.decode([end]) == ETX else None
 
 
-def _read_object(path: Path) -> Json:
-    """Return the object in a JSON file, empty if there is none."""
-    values = read_json(path, LARGEST_CONFIG) if path.exists() else {}
-    return values if isinstance(values, dict) else {}
-
-
 def _write_json(path: Path, values: Json) -> None:
     write_whole(path, render_json(values, indent=2, ensure_ascii=False) + "\n")
-
-
-def _model_card(run: Run, family: Family) -> str:
-    """Return README.md, whose header the Hub reads."""
-    return Template(read_asset("model_card.md")).substitute(
-        dataclasses.asdict(run.model.config.explicit()),
-        name=run.experiment.name,
-        model_type=family.model_type,
-        architecture=family.architecture,
-        parameters=f"{count_parameters(run.params):,}",
-        origin="\n".join(f"- {fact}." for fact in _list_facts(run)),
-    )
 
 
 def _list_facts(run: Run) -> list[str]:
