@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import warnings
@@ -81,7 +80,7 @@ def _drop_unlearnt(written: Written, messages: Sequence[Message]) -> Written:
         return written
     if len(is_learnt) != len(written.answers):
         raise UserError("its chat template does not mark each answer by itself: leave the weights out")
-    return dataclasses.replace(written, answers=tuple(itertools.compress(written.answers, is_learnt)))
+    return written._replace(answers=tuple(itertools.compress(written.answers, is_learnt)))
 
 
 def encode_messages(
@@ -93,7 +92,7 @@ def encode_messages(
 ) -> list[int]:
     """Return the ids of a conversation, of the header of the assistant's turn, and of the beginning of its answer."""
     written = template.write(messages, tools=tools, prompt=True)
-    return tokenise(dataclasses.replace(written, text=written.text + begin), tokenizer)[0].tolist()
+    return tokenise(written._replace(text=written.text + begin), tokenizer)[0].tolist()
 
 
 def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import dataclasses
 import hashlib
 import http.client
 import logging
@@ -16,7 +15,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import filelock
 
@@ -40,8 +39,7 @@ LEAST_FSSPEC = (2026, 6)  # in older ones the texts of a reference file system w
 LARGEST = 2**28  # bytes of a download. Every registered corpus is far below
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Corpus:
+class Corpus(NamedTuple):
     """A public text: downloaded on first use, verified, and kept in the cache."""
 
     url: str

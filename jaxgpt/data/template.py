@@ -29,7 +29,7 @@ import warnings
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxgpt.config.validate import short
 from jaxgpt.data import render
@@ -88,8 +88,7 @@ def check_message(message: Any, where: str) -> Message:
     return checked
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Written:
+class Written(NamedTuple):
     """A conversation rendered as text."""
 
     text: str  # the whole conversation
@@ -236,7 +235,7 @@ class Jinja:
         if written.answers or prompt:
             return written
         own = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        return dataclasses.replace(written, answers=tuple(self._answer(messages, tools, n, written.text) for n in own))
+        return written._replace(answers=tuple(self._answer(messages, tools, n, written.text) for n in own))
 
     def _check_tools(self, messages: Sequence[Message], tools: Sequence[Tool], prompt: bool) -> None:
         """Raise `UserError` for tools, calls and results that are not written, by rendering words in place of them."""

@@ -6,12 +6,11 @@ of our own write tools, calls and results as texts, as Hermes and Qwen do: see `
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxgpt.config.validate import short
 from jaxgpt.errors import UserError
@@ -102,8 +101,7 @@ def spell_out(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Messag
     return spelled
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Offer:
+class Offer(NamedTuple):
     """The tools that an answer may call, and how the chat template writes a call.
 
     That is `opening`, the name, `middle`, and the arguments in JSON.

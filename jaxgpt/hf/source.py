@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import re
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxgpt.config.validate import short
 from jaxgpt.data.template import LARGEST_CONFIG, TEMPLATE_FILES, read_object
@@ -44,8 +43,7 @@ PLAIN_TOKEN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), F
 PADDING = 1024  # ids beyond the tokenizer's that do not cause a warning: vocabularies are rounded up
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
+class Source(NamedTuple):
     """A model to import: its directory, architecture and tokenizer, and where its tensors are."""
 
     directory: Path

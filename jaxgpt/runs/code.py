@@ -249,13 +249,8 @@ def is_trusting() -> bool:
     return bool(_TRUSTED)
 
 
-def pack(experiment: Experiment) -> tuple[Json, Files]:
-    """Return an experiment as another process can make it again: its values, and the code of its own classes."""
-    return to_dict(experiment), own_code(experiment)
-
-
 def unpack(values: Json, files: Files) -> Experiment:
-    """Return the experiment of `pack`. Its code is trusted: it comes from the process that gave this one its task."""
+    """Return the experiment of `to_dict` and `own_code`, which is trusted: it is of the process that gave the task."""
     with tempfile.TemporaryDirectory() as directory:
         _write(files, Path(directory) / FOLDER)
         find = functools.partial(find_class, directory=Path(directory), digests=digests_of(files), trusted=True)

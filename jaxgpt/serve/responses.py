@@ -7,12 +7,12 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 from starlette.responses import Response
 
-from jaxgpt.files import Json, render_json
+from jaxgpt.files import Json, Say, render_json
 from jaxgpt.sample.engine import UNFINISHED, Detokenizer
 from jaxgpt.sample.score import PromptScores
 from jaxgpt.serve.requests import ChatParameters, CompletionParameters, RequestError, Row, Served
@@ -131,9 +131,7 @@ class Answer:
             "system_fingerprint": served.fingerprint,
         }
 
-    async def deltas(
-        self, news: asyncio.Queue[Update | Exception], scheduler: Scheduler, log: Callable[[str], None] | None
-    ) -> Deltas:
+    async def deltas(self, news: asyncio.Queue[Update | Exception], scheduler: Scheduler, log: Say | None) -> Deltas:
         """Yield each choice with what is new. The slots are freed when the iterator is closed.
 
         log: prints prompts and completions. None prints nothing.

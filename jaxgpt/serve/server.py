@@ -36,7 +36,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxgpt.errors import UserError, reason_of
-from jaxgpt.files import render_json
+from jaxgpt.files import Say, render_json
 from jaxgpt.run import Run
 from jaxgpt.sample.engine import Engine, prompt_key
 from jaxgpt.sample.programs import MAX_TOP
@@ -88,7 +88,7 @@ def make_server(
     scheduler = Scheduler(engine, score, queue=served.queue, log=log)
     scheduler.status = "starting"
 
-    def compile_all(begin: Callable[[str], None]) -> None:
+    def compile_all(begin: Say) -> None:
         start = time.perf_counter()
         engine.warm_up(begin)
         prompt_key(jax.random.key(0), (0,))
@@ -108,7 +108,7 @@ def make_server(
     return guard(app, scheduler, options, key=key, log=log), compile_all
 
 
-def make_log(write: Callable[[str], None], form: Literal["text", "json"] = "text") -> Callable[..., None]:
+def make_log(write: Say, form: Literal["text", "json"] = "text") -> Callable[..., None]:
     """Return a function that writes a line, which is a text or has the fields of a request that has ended.
 
     form: in JSON, each line is an object with the time.
@@ -124,7 +124,7 @@ def make_log(write: Callable[[str], None], form: Literal["text", "json"] = "text
     return log
 
 
-def make_app(served: Served, scheduler: Scheduler, log: Callable[[str], None] | None = None) -> Starlette:
+def make_app(served: Served, scheduler: Scheduler, log: Say | None = None) -> Starlette:
     """Return the application. Its shutdown waits for what runs.
 
     log: prints prompts and completions. None prints nothing. Threads read the bodies: 1 MiB may take seconds.
@@ -227,7 +227,7 @@ def guard(
     return CORSMiddleware(guarded, allow_methods=["GET", "POST"], **allowed) if origins else guarded
 
 
-def serve(app: ASGIApp, compile_all: Callable[..., None], listener: socket.socket, say: Callable[[str], None]) -> None:
+def serve(app: ASGIApp, compile_all: Callable[..., None], listener: socket.socket, say: Say) -> None:
     """Serve until SIGINT or SIGTERM, which let running requests end, or the program that is being compiled.
 
     app, compile_all: from `make_server`. A thread answers requests, and this one compiles. say: prints a line.

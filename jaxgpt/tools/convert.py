@@ -9,7 +9,7 @@ import re
 import shlex
 import shutil
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from string import Template
 
@@ -20,7 +20,7 @@ from jaxgpt.data.template import ETX, ChatTemplate, Jinja, Turns, read_object, w
 from jaxgpt.data.tokenizer import fingerprint
 from jaxgpt.errors import UserError, reason_of, shell_line
 from jaxgpt.experiment import Experiment
-from jaxgpt.files import Json, cache_directory, is_there, render_json, write_whole
+from jaxgpt.files import Json, Say, cache_directory, is_there, render_json, write_whole
 from jaxgpt.gguf.file import FAMILIES, open_gguf, parse_dtype, to_gguf, write_gguf
 from jaxgpt.gguf.tokenizers import read_chat_template, read_ends, tokenizer_fields
 from jaxgpt.hf.families import find_family
@@ -53,7 +53,7 @@ from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.tools.html_page import read_asset
 
 
-def find_run_of(name: str, say: Callable[[str], None]) -> str:
+def find_run_of(name: str, say: Say) -> str:
     """Return the run into which a model is imported: a GGUF file, a folder of Hugging Face's, or an id on the Hub.
 
     Any other name is returned as it is. A model that has changed since is imported again.

@@ -8,7 +8,7 @@ import functools
 import operator
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxgpt.data.corpus import service_errors
 from jaxgpt.errors import UserError, first_line, reason_of
-from jaxgpt.files import Json, Result, is_there
+from jaxgpt.files import Json, Result, Say, is_there
 from jaxgpt.model import GPTConfig
 from jaxgpt.parallel import limits
 from jaxgpt.runs.bucket import TO_LIST, Bucket, address_of
@@ -49,7 +49,7 @@ def runs(
     directory: str = "runs",
     *,
     sort: Literal["date", "loss", "name", "size", "speed", "tokens"] = "name",
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = lambda text: None,
 ) -> Result:
     """List all runs below a directory.
 

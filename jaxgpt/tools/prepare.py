@@ -19,7 +19,7 @@ import itertools
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -40,7 +40,7 @@ from jaxgpt.data.tokenizer import (
     train_bpe,
 )
 from jaxgpt.errors import UserError, first_line, reason_of, shell_line
-from jaxgpt.files import Json, Result, is_there, open_file
+from jaxgpt.files import Json, Result, Say, is_there, open_file
 from jaxgpt.tools.executor import Executor, Workers, count_threads, open_executor
 
 KIND = re.compile(r"(?s).*\.(?:(txt|jsonl)(?:\.(gz|zst))?|parquet)")
@@ -75,7 +75,7 @@ def prepare(
     val_fraction: Fraction = 0.0005,
     shard_tokens: Annotated[int, Interval(ge=1000, le=2**31 - 1)] = 100_000_000,
     workers: Workers = Workers(),  # noqa: B008, it is frozen
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = lambda text: None,
 ) -> Result:
     """Turn text into token shards for training.
 
@@ -179,7 +179,7 @@ def check_files(place: Path, index: Json) -> None:
 
 
 def encode_sources(
-    index: Json, tokenizer: Tokenizer, file: Path, executor: Executor, say: Callable[[str], None]
+    index: Json, tokenizer: Tokenizer, file: Path, executor: Executor, say: Say
 ) -> Generator[tuple[dict[str, np.ndarray], list[int]]]:
     """Yield the tokens of the sources from the index's position on, each batch with the position after it.
 

@@ -12,9 +12,8 @@ import collections
 import dataclasses
 import math
 import secrets
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,7 +21,7 @@ import numpy as np
 from jaxgpt.config.validate import Count, Fraction, Interval, check_value
 from jaxgpt.config.words import replace_fields
 from jaxgpt.errors import UserError
-from jaxgpt.files import Json, parse_json, render_json
+from jaxgpt.files import Json, Say
 from jaxgpt.parallel.jax_setup import device_name
 from jaxgpt.parallel.trainer import fit_devices, gather_params
 from jaxgpt.runs.checkpoint import CorruptCheckpoint, open_checkpoints
@@ -51,10 +50,6 @@ class ReplayResult:
     equal: bool | None  # loss equal bit for bit to the logged one, or the same reason to skip. None if not logged
     findings: NonFiniteReport | None  # None if the step is finite
 
-    def to_json(self) -> Json:
-        """Return the fields. A number that is not finite is a word, such as "nan"."""
-        return parse_json(render_json(dataclasses.asdict(self), not_finite=str), "the replay")
-
     def __str__(self) -> str:
         logged = "not logged" if self.logged is None else str(self.logged.get("skipped", self.logged.get("loss")))
         verdict = {True: " (the same)", False: " (different)", None: ""}[self.equal]
@@ -66,7 +61,7 @@ gradient norm  {self.grad_norm}"""
         return found if self.findings is None else f"{found}\n{self.findings}"
 
 
-def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = lambda text: None) -> ReplayResult:
+def replay(run: str | Path | None, step: int, *, say: Say = lambda text: None) -> ReplayResult:
     """Repeat one training step of a run, writing nothing.
 
     Args:
@@ -136,8 +131,7 @@ class AuditResult:
         return "\n".join(lines)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Claims:
+class _Claims(NamedTuple):
     """The numbers that a run states for its steps."""
 
     steps: dict[int, Json]  # the lines of metrics.jsonl with a loss or a reason to skip
@@ -152,7 +146,7 @@ def audit(
     seed: Annotated[int, Interval(ge=0, lt=2**32)] | None = None,
     data: str | None = None,
     tolerance: Fraction = 0.0,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = lambda text: None,
 ) -> AuditResult:
     """Check a run's numbers by taking random steps again.
 

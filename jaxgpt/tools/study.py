@@ -16,7 +16,7 @@ from jaxgpt.config.validate import check_count, short, short_repr
 from jaxgpt.config.words import replace_fields
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
-from jaxgpt.files import Json, render_json
+from jaxgpt.files import Json, Say, render_json
 from jaxgpt.loss import ObjectiveConfig
 from jaxgpt.parallel.multihost import initialize
 from jaxgpt.runs.bucket import HeldElsewhere
@@ -117,7 +117,7 @@ def run_study(
     directory: Path,
     *,
     seeds: int,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = lambda text: None,
     fit_one: Callable[..., Any] = fit,
     workers: Workers = Workers(),  # noqa: B008, it is frozen
 ) -> Study | None:

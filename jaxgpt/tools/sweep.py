@@ -24,7 +24,7 @@ from jaxgpt.config.validate import Count, field_hints, short_repr
 from jaxgpt.config.words import parse_value, plain_types, replace_fields
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
-from jaxgpt.files import Json, render_json
+from jaxgpt.files import Json, Say, render_json
 from jaxgpt.runs.bucket import address_of
 from jaxgpt.runs.directory import RUNS, is_run
 from jaxgpt.statistics import mean_interval
@@ -217,7 +217,7 @@ def sweep(
     seeds: Count = 3,
     run_dir: str | None = None,
     experiment: Experiment,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = lambda text: None,
     fit_one: Callable[..., Any] = fit,
     workers: Workers = Workers(),  # noqa: B008, it is frozen
 ) -> SweepResult:
