@@ -9,7 +9,7 @@ import re
 import shlex
 import shutil
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxgpt.data.conversations import find_end_of_turn
 from jaxgpt.data.template import ETX, ChatTemplate, Jinja, Turns, read_object, write_template
 from jaxgpt.data.tokenizer import fingerprint
-from jaxgpt.errors import UserError, reason_of, shell_line
+from jaxgpt.errors import UserError, shell_line
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import Json, Say, cache_directory, is_there, render_json, write_whole
 from jaxgpt.gguf.file import FAMILIES, open_gguf, parse_dtype, to_gguf, write_gguf
@@ -141,15 +141,6 @@ def _check_empty(directory: Path, option: str) -> None:
         raise UserError(f"{directory} exists and is not empty: name another with {option}")
 
 
-@contextlib.contextmanager
-def _writing(out: Path) -> Generator[None]:
-    """Raise `UserError` where a file system refuses what is written to `out`."""
-    try:
-        yield
-    except OSError as e:
-        raise UserError(f"cannot write to {out}: {reason_of(e)}. Name another place with --out.") from None
-
-
 def _load_to_export(metadata: RunMetadata, model_type: str | None) -> tuple[Run, Family, ChatTemplate | None]:
     """Return a run with its layers unstacked, the family it is exported as, and the template of its chats, if any."""
     if metadata.model.is_foreign:
@@ -176,7 +167,7 @@ def export_gguf(run: str | Path | None, out: str | Path, *, dtype: str | None = 
         The file.
 
     Raises:
-        UserError: llama.cpp has no such architecture or tokenizer (nothing is written then), or `out` cannot be written.
+        UserError: llama.cpp has no such architecture or tokenizer. Nothing is written then.
     """
     dtype, directory, out = parse_dtype(dtype), find_run(run), Path(out)
     _check_empty(out, "--out")
@@ -194,8 +185,7 @@ def export_gguf(run: str | Path | None, out: str | Path, *, dtype: str | None = 
     jinja = own.source if isinstance(own, Jinja) else own.jinja() if template is not None else None
     fields |= {"general.name": loaded.experiment.name}
     fields |= tokenizer_fields(loaded.tokenizer, config.vocab_size, chat_template=jinja, ends=ends)
-    with _writing(out):
-        write_gguf(out, fields, tensors, dtype)
+    write_gguf(out, fields, tensors, dtype)
     return out
 
 
@@ -221,23 +211,22 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
     # No pad here: PyTorch would give its row of the embedding no gradient.
     special = {"bos_token_id": ids["bos"], "eos_token_id": ids["eos"], "pad_token_id": None}
     written = (imported or special) | family.write(config) | {"dtype": stored_as, "torch_dtype": stored_as}
-    with _writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-        write(out, tensors, shard)
-        _write_json(out / "config.json", written)
-        write_tokenizer(out, loaded, template)
-        if loaded.metadata.imported and (directory / HF_FOLDER / README).exists():  # with the model's license
-            copy_files(directory / HF_FOLDER, out, [README])
-        else:
-            card = Template(read_asset("model_card.md")).substitute(
-                dataclasses.asdict(loaded.model.config.explicit()),
-                name=loaded.experiment.name,
-                model_type=family.model_type,
-                architecture=family.architecture,
-                parameters=f"{count_parameters(loaded.params):,}",
-                origin="\n".join(f"- {fact}." for fact in _list_facts(loaded)),
-            )
-            write_whole(out / README, card)  # the Hub reads its header
+    out.mkdir(parents=True, exist_ok=True)
+    write(out, tensors, shard)
+    _write_json(out / "config.json", written)
+    write_tokenizer(out, loaded, template)
+    if loaded.metadata.imported and (directory / HF_FOLDER / README).exists():  # with the model's license
+        copy_files(directory / HF_FOLDER, out, [README])
+    else:
+        card = Template(read_asset("model_card.md")).substitute(
+            dataclasses.asdict(loaded.model.config.explicit()),
+            name=loaded.experiment.name,
+            model_type=family.model_type,
+            architecture=family.architecture,
+            parameters=f"{count_parameters(loaded.params):,}",
+            origin="\n".join(f"- {fact}." for fact in _list_facts(loaded)),
+        )
+        write_whole(out / README, card)  # the Hub reads its header
     return out
 
 
@@ -264,11 +253,10 @@ def export_peft(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | N
     like = with_shardings(model.shapes(), whole_everywhere())
     adapters = restore_adapters(metadata, open_checkpoints(directory), loaded.step, like)
     tensors, config = to_peft(unstack_layers(model, adapters)[1], lora, family, loaded.model.config, dtype)
-    with _writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-        write_file(out / "adapter_model.safetensors", tensors)
-        _write_json(out / "adapter_config.json", {"base_model_name_or_path": base} | config)
-        write_tokenizer(out, loaded, template)
+    out.mkdir(parents=True, exist_ok=True)
+    write_file(out / "adapter_model.safetensors", tensors)
+    _write_json(out / "adapter_config.json", {"base_model_name_or_path": base} | config)
+    write_tokenizer(out, loaded, template)
     return out
 
 

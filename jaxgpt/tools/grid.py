@@ -67,7 +67,6 @@ def train_grid(
 
     Args:
         grid: the runs.
-        say: receives a line of text for each run.
         fit_one: trains a run as `jaxgpt.fit` does. An executor calls `jaxgpt.fit`.
         executor: trains several at once. None means one after another, here.
         waits: whether to wait for runs that other processes train.

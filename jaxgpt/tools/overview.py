@@ -56,7 +56,6 @@ def runs(
     Args:
         directory: is searched at any depth, but links are not followed. It may be the address of a bucket
         sort: the column to sort by: best loss, largest number or newest date first
-        say: receives a line of text if there are none.
     """
     found = _read_bucket(directory) if address_of(directory) else read_rows(Path(directory))
     field = operator.attrgetter(sort)

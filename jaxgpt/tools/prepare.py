@@ -90,7 +90,6 @@ def prepare(
         val_fraction: share of the documents to hold out, chosen by the hash of their text
         shard_tokens: tokens per shard, of which the last has fewer
         workers: where the text is encoded, which changes no byte. By default a process for each core
-        say: receives lines about the progress
     """
     # Not with the module, which each worker imports: jax takes 1.5 s.
     from jaxgpt.data.shards import delete_written, write_shards

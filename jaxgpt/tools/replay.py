@@ -67,7 +67,6 @@ def replay(run: str | Path | None, step: int, *, say: Say = lambda text: None) -
     Args:
         run: run directory, by default the newest under runs/
         step: the step to repeat, with all steps since the newest checkpoint before it, or the seed
-        say: receives a line of text with the state that the replay starts from.
 
     Raises:
         UserError: the run, the step or its text does not exist.
@@ -160,7 +159,6 @@ def audit(
         seed: seed of the random draw, by default a new one each time
         data: the text, if it is elsewhere now, by default where the run read it
         tolerance: relative difference to accept, for a run of other hardware or versions. 0 accepts only equal bits
-        say: receives a line of text before steps are repeated.
 
     Raises:
         UserError: the run is imported or has no checkpoint, or its configuration or data have changed or are missing.

@@ -131,7 +131,6 @@ def run_study(
         variants: the experiments by name. The others are compared with the first.
         directory: directory of the study.
         seeds: number of runs per variant.
-        say: receives a line of text for each run.
         fit_one: trains a run as `jaxgpt.fit` does.
         workers: where the runs are trained. By default in this process, one after another.
 

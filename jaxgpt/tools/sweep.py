@@ -231,7 +231,6 @@ def sweep(
         seeds: full runs of each finalist
         run_dir: its directory, resumed if it exists, by default runs/sweeps/NAME
         experiment: its fields are options too
-        say: receives a line of text for each run.
         fit_one: trains a run as `jaxgpt.fit` does.
         workers: where the runs of a round are trained
 
