@@ -14,11 +14,10 @@ from jaxgpt.data.mixture import Mixture, assign_rows, read_mixture
 from jaxgpt.data.pipeline import Tokens, training_batches, validation_batches
 from jaxgpt.data.tokenizer import CharTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.tools.evaluate.evaluate import evaluate_run, format_evaluation
 from jaxgpt.tools.replay import audit
 from jaxgpt.training import fit
-from tests.helpers import tiny_experiment
+from tests.helpers import logged, tiny_experiment
 
 WEIGHTS = {"a": 0.55, "b": 0.3, "c": 0.15}
 
@@ -96,16 +95,9 @@ def run(texts, tmp_path_factory):
     return fit(experiment_of(of_texts(texts)), tmp_path_factory.mktemp("runs") / "mixed", progress=False)
 
 
-def lines(directory):
-    return [
-        {k: v for k, v in x.items() if k in ("step", "loss", "val_loss", "val_losses")}
-        for x in read_metrics(directory / "metrics.jsonl")
-    ]
-
-
 @pytest.mark.slow
 def test_losses_of_sources_are_those_of_each_alone_and_their_mean_is_the_loss(run, texts):
-    last = [line for line in lines(run.directory) if "val_loss" in line][-1]
+    last = [line for line in logged(run.directory) if "val_loss" in line][-1]
     (a, b), found = last["val_losses"].values(), evaluate_run(run)
     assert last["val_loss"] == 0.7 * a + 0.3 * b == pytest.approx(found["loss"], rel=1e-5)
     assert list(found["losses"]) == [f"{texts}/a.txt", f"{texts}/b.txt"] == list(last["val_losses"])

@@ -17,6 +17,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.gguf.tokenizers import read_chat_template, read_ends, read_tokenizer, tokenizer_fields
 from jaxgpt.hf.source import special_ids
 from tests.conftest import TEXT
+from tests.helpers import split_by
 
 SPANISH = "En un lugar de la Mancha, ¿qué ñandú? — «sí», 🐎\n"
 ODD = "\x00\t\r\n\\\x7f \u2581ab<0x41>n"
@@ -46,12 +47,6 @@ def change(tokenizer, **parts):
     """The same tokenizer with other parts; a dictionary changes fields of a part."""
     saved = tokenizer.parts()
     return BPETokenizer(json.dumps(saved | {n: saved[n] | p if n == "model" else p for n, p in parts.items()}))
-
-
-def words(pattern):
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    return {"type": "Sequence", "pretokenizers": [split, level]}
 
 
 def begin(token, i):
@@ -95,11 +90,11 @@ def make(name, trained):
         "gpt-2": {},
         "llama-bpe": {  # no merges make "zebra": only a whole word finds it
             "model": {"vocab": vocab | {"zebra": len(vocab)}, "ignore_merges": True},
-            "pre_tokenizer": words(WORDS[0]),
+            "pre_tokenizer": split_by(WORDS[0]),
             "post_processor": begin(END, trained.end_of_text),
         },
-        "dbrx": {"pre_tokenizer": words(WORDS[0])},
-        "qwen2": {"pre_tokenizer": words(WORDS[1]), "normalizer": {"type": "NFC"}},
+        "dbrx": {"pre_tokenizer": split_by(WORDS[0])},
+        "qwen2": {"pre_tokenizer": split_by(WORDS[1]), "normalizer": {"type": "NFC"}},
     }
     return change(trained, **parts[name])
 
@@ -220,7 +215,7 @@ def test_a_tokenizer_begins_and_ends_texts_as_before(trained):
 
 REFUSED = {
     "a normalizer Lowercase": {"normalizer": {"type": "Lowercase"}},
-    'the pre-tokenizer {"type": "Sequence".*p{N}{1,4}': {"pre_tokenizer": words(WORDS[0].replace("1,3", "1,4"))},
+    'the pre-tokenizer {"type": "Sequence".*p{N}{1,4}': {"pre_tokenizer": split_by(WORDS[0].replace("1,3", "1,4"))},
     "dropout 0.5": {"model": {"dropout": 0.5}},
     "the normalizer null and the pre-tokenizer .*ByteLevel": {"model": {"byte_fallback": True}},
     "a model WordLevel, not BPE": {
