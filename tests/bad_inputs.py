@@ -52,10 +52,7 @@ TABLE = {
         "runs/tiny --prompt a --temperature -1": "temperature=-1.0",
         "runs/tiny --prompt 漢字": "'字' (U+5B57), '漢' (U+6F22)",
     },
-    "chat ": {
-        "models/cut.gguf": "models/cut.gguf is damaged within its header",
-        "runs/tiny --context 0": "context=0",
-    },
+    "chat ": {"models/cut.gguf": "models/cut.gguf is damaged within its header", "runs/tiny --context 0": "context=0"},
     "evaluate ": {"runs/tiny --data /dev/zero": "/dev/zero is a device"},
     "export runs/tiny ": {"--to hf --out 'with a file'": "with a file exists and is not empty"},
     "import --run-dir new ": {

@@ -55,13 +55,7 @@ def make_model(config: GPTConfig, seed: int = 0, **kwargs):
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("train", "method"))
 def apply(
-    model: GPT,
-    params: dict,
-    inputs,
-    *,
-    train: bool = False,
-    key: jax.Array | None = None,
-    method: str | None = None,
+    model: GPT, params: dict, inputs, *, train: bool = False, key: jax.Array | None = None, method: str | None = None
 ):
     """`model.apply` in one compiled program: op by op a test would compile hundreds."""
     rngs = None if key is None else {"dropout": key}
@@ -195,6 +189,11 @@ def chat_file(directory: Path) -> Path:
             messages = [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
             f.write(json.dumps({"messages": messages}) + "\n")
     return path
+
+
+def ids(split: Tokens) -> list[int]:
+    """Return all its tokens."""
+    return split.read(0, len(split)).tolist()
 
 
 def recorded_run(directory: Path, config: DataConfig, dataset: Dataset, *, block_size: int) -> Run:

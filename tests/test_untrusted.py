@@ -197,11 +197,7 @@ def test_a_file_larger_than_memory_is_not_read(tmp_path, read):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [
-        ('{"a": 1, "a": 2}', "'a' appears twice"),
-        ("[" * 10**6, "nested too deeply"),
-        ("1" * 5000, "4300"),
-    ],
+    [('{"a": 1, "a": 2}', "'a' appears twice"), ("[" * 10**6, "nested too deeply"), ("1" * 5000, "4300")],
 )
 def test_strict_json(tmp_path, text, said):
     path = tmp_path / "x.json"

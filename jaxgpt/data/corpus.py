@@ -20,15 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import filelock
 
 from jaxgpt.errors import UserError, first_line
-from jaxgpt.files import (
-    cache_directory,
-    is_there,
-    make_cache,
-    open_file,
-    parse_json,
-    sha256,
-    write_whole,
-)
+from jaxgpt.files import cache_directory, is_there, make_cache, open_file, parse_json, sha256, write_whole
 
 LOG = logging.getLogger(__name__)
 

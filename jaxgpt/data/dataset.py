@@ -103,11 +103,7 @@ class DataConfig(Checked):
 
 
 def open_data(
-    config: DataConfig,
-    *,
-    block_size: int,
-    vocab_size: int | None = None,
-    known: Json | None = None,
+    config: DataConfig, *, block_size: int, vocab_size: int | None = None, known: Json | None = None
 ) -> Dataset:
     """Do as `DataConfig.open_dataset`, for windows of `block_size`.
 

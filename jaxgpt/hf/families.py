@@ -135,23 +135,11 @@ GEMMAS_2 = (
 
 LLAMA = llama_like("llama", rope(), SILU, ATTENTION_BIAS, fields(bias=("mlp_bias", False)), NO_WINDOW)
 MISTRAL = llama_like(
-    "mistral",
-    rope(),
-    SILU,
-    fields(sliding_window=("sliding_window", 4096)),
-    never(layer_types=None),
-    context=131_072,
+    "mistral", rope(), SILU, fields(sliding_window=("sliding_window", 4096)), never(layer_types=None), context=131_072
 )
 QWEN2 = llama_like("qwen2", rope(), SILU, always(qkv_bias=True, out_bias=False), QWEN_WINDOWS, context=32_768)
 QWEN3 = llama_like(
-    "qwen3",
-    rope(),
-    SILU,
-    ATTENTION_BIAS,
-    always(qk_norm=True),
-    QWEN_WINDOWS,
-    context=32_768,
-    head_dim=128,
+    "qwen3", rope(), SILU, ATTENTION_BIAS, always(qk_norm=True), QWEN_WINDOWS, context=32_768, head_dim=128
 )
 PHI3 = llama_like(
     "phi3",

@@ -15,13 +15,9 @@ from jaxgpt.data.shards import read_index
 from jaxgpt.data.tokenizer import ByteTokenizer, train_bpe
 from jaxgpt.errors import UserError
 from tests.conftest import TEXT
-from tests.helpers import chat_file, sentencepiece
+from tests.helpers import chat_file, ids, sentencepiece
 
 CONVERSATION = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
-
-
-def ids(tokens):
-    return tokens.read(0, len(tokens)).tolist()
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])

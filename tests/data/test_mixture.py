@@ -17,7 +17,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.tools.evaluate.evaluate import evaluate_run, format_evaluation
 from jaxgpt.tools.replay import audit
 from jaxgpt.training import fit
-from tests.helpers import logged, tiny_experiment
+from tests.helpers import ids, logged, tiny_experiment
 
 WEIGHTS = {"a": 0.55, "b": 0.3, "c": 0.15}
 
@@ -105,7 +105,7 @@ def test_losses_of_sources_are_those_of_each_alone_and_their_mean_is_the_loss(ru
     for name, expected in last["val_losses"].items():
         part = open_data(DataConfig(path=name, tokenizer=str(run.directory / "tokenizer.json")), block_size=8)
         alone = dataclasses.replace(run.metadata.given.data, path=name)
-        held_out = run.tokenizer.decode(part.val.read(0, len(part.val)))
+        held_out = run.tokenizer.decode(ids(part.val))
         (path := run.directory.parent / "held_out.txt").write_text(held_out)
         assert evaluate_run(run, path=str(path))["loss"] == pytest.approx(expected, rel=1e-5), alone
     assert audit(run.directory, steps=3).findings == []
@@ -173,7 +173,7 @@ def test_shards_of_a_bucket_are_downloaded_once(bucket, monkeypatch):
     config = DataConfig(path="s3://tokens", tokenizer="ids")
     dataset = open_data(config, block_size=8, vocab_size=1000)
     assert isinstance(dataset.train.shards[0], np.memmap)
-    assert dataset.train.read(0, len(dataset.train)).tolist() == list(range(200))
+    assert ids(dataset.train) == list(range(200))
     mixed = dataclasses.replace(config, path="s3://tokens/x_train_000000.bin:0.5,s3://tokens:0.5")
     known = open_data(mixed, block_size=8, vocab_size=1000).fingerprint
     bucket.store.clear()  # the copies are taken from now on

@@ -6,17 +6,7 @@ import pytest
 from scipy import stats
 
 from jaxgpt.errors import UserError
-from jaxgpt.interventions import (
-    ablate_all,
-    analyses,
-    logit_lens,
-    patch,
-    replace,
-    run,
-    run_each,
-    token_losses,
-    zero,
-)
+from jaxgpt.interventions import ablate_all, analyses, logit_lens, patch, replace, run, run_each, token_losses, zero
 from jaxgpt.interventions.model import _run_each
 from jaxgpt.model import GPTConfig
 from jaxgpt.sample.quantize import unstack_layers
@@ -120,7 +110,6 @@ def test_the_lens_ends_in_the_models_logits(name):
 def test_what_an_analysis_refuses_is_one_clear_line():
     for call, args, how, words in (
         (ablate_all, [ROWS], {"by": "median"}, "by='median': needs zero or mean"),
-        (patch, [INTO, SOURCE, "head", difference], {}, "'h_0/head': give the form h_0/PLACE"),
         (patch, [INTO, SOURCE + 23, "heads", difference], {}, "the model knows 0 to 22"),
     ):
         model, params = make(CONFIGS["gpt2"])

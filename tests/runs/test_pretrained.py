@@ -25,15 +25,7 @@ from jaxgpt.tools.convert import export_hf, import_model
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from jaxgpt.tools.replay import replay
 from jaxgpt.training import fit, introduction, open_training
-from tests.helpers import (
-    FLOAT32_REORDERED,
-    TINY,
-    edit_record,
-    make_model,
-    stack_layers,
-    tiny_experiment,
-    write_params,
-)
+from tests.helpers import FLOAT32_REORDERED, TINY, edit_record, make_model, stack_layers, tiny_experiment, write_params
 
 # GPT-2's shape: learned positions, which a shorter context cuts, and biases.
 MODEL = GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=8)

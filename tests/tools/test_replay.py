@@ -163,10 +163,7 @@ KINDS = {
         "train.seed": 5,
         "lora.rank": 2,
     },
-    "skipped steps in bfloat16, resumed": {
-        "optim.learning_rate": 0.03,
-        "train.dtype": "bfloat16",
-    },
+    "skipped steps in bfloat16, resumed": {"optim.learning_rate": 0.03, "train.dtype": "bfloat16"},
     "few checkpoints, resumed": {"train.keep_every": None, "train.log_every": 3, "train.checkpoint_every": 1000},
 }
 
