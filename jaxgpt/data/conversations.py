@@ -20,6 +20,7 @@ from jaxgpt.data.tools import Message, Tool, check_tools
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_lines
 
+Marked = tuple[np.ndarray, np.ndarray]  #: ids, and True for those of the assistant
 LONGEST_LINE = 2**24  # bytes
 SHAPE = 'needs {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
@@ -54,10 +55,8 @@ def _messages(value: Any, where: str) -> list[Message]:
     return checked
 
 
-def encode_all(
-    path: str | Path, tokenizer: Tokenizer, template: ChatTemplate
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (ids, mask) of each conversation, up to its last answer. The mask is True for the tokens of the assistant.
+def encode_all(path: str | Path, tokenizer: Tokenizer, template: ChatTemplate) -> Iterator[Marked]:
+    """Yield the tokens of each conversation, up to its last answer.
 
     Raises `UserError` for a conversation that the template rejects. A warning says if nothing that is learnt ends a turn.
     """
@@ -119,8 +118,8 @@ def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int | None
     return found
 
 
-def tokenise(written: Written, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Return (ids, mask), with True for the tokens of the assistant. Only the template can write special tokens.
+def tokenise(written: Written, tokenizer: Tokenizer) -> Marked:
+    """Return (ids, True for those of the assistant). Only the template can write special tokens.
 
     The text is encoded in one piece, as in transformers. Only a content that spells out a special token is encoded by
     itself, as text.
@@ -250,8 +249,8 @@ class Conversations(Split):
     def __len__(self) -> int:
         return int(self.lengths.sum())
 
-    def read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids, mask of the assistant's tokens) of one conversation."""
+    def read(self, number: int) -> Marked:
+        """Return the tokens of one conversation."""
         here = slice(self.starts[number], self.starts[number] + self.lengths[number])
         return self._ids[here], self.answers[here].astype(bool)
 

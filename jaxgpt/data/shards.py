@@ -254,17 +254,20 @@ def write_shards(
     save_index(place, index)
 
 
+def _series(index: Json, name: str) -> list[Json]:
+    return [shard for shard in index["shards"] if shard["file"].rpartition("_")[0] == name]
+
+
 def _read_last(place: Path, index: Json, name: str) -> list[np.ndarray]:
     """Return the tokens of the last shard of a name, or none if it is full."""
-    last = [shard for shard in index["shards"] if shard["file"].rpartition("_")[0] == name][-1:]
-    most = index["arguments"]["shard_tokens"]
+    last, most = _series(index, name)[-1:], index["arguments"]["shard_tokens"]
     return [np.array(open_shard(place / x["file"])[: x["tokens"]]) for x in last if x["tokens"] < most]
 
 
 def _write_series(place: Path, index: Json, name: str, parts: list[np.ndarray]) -> np.ndarray:
     """Write the shards that follow the full ones of a name. Return the tokens of the last one unless it is full."""
     ids, most, end = np.concatenate(parts), index["arguments"]["shard_tokens"], index["tokenizer"]["end_of_text"]
-    mine = [shard for shard in index["shards"] if shard["file"].rpartition("_")[0] == name]
+    mine = _series(index, name)
     others, known = [x for x in index["shards"] if x not in mine], [x for x in mine if x["tokens"] == most]
     header = np.zeros(LLMC_HEADER_BYTES // 4, np.int32)
     for start in range(0, len(ids), most):

@@ -27,6 +27,7 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # GPT-2, Ll
 MOST_GROWTH = 1024  # times as long as a text may become by the rules of a tokenizer.json. Known ones reach 16
 EMPTY = re.compile(r"[?*|^$(]|\\[bBAzZGK]|\{0|^$")  # in expressions that may match nothing, and so insert text anywhere
 CONTEXT = 2**12  # characters around a piece of a text that decide its tokens
+Located = tuple[np.ndarray, np.ndarray]  #: ids, and [start, end) of each in characters, int64 of shape [len(ids), 2]
 MOST_WORDS = 2**19  # words kept with their ids: about 100 MB
 # What a ByteLevel pre-tokenizer splits by, GPT-2's.
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -62,11 +63,8 @@ class Tokenizer(Protocol):
         """Return the ids of a whole text, int32. Streams cannot be encoded. Special tokens written out are text."""
         ...
 
-    def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids, [start, end) of each in characters, int64 of shape [len(ids), 2]).
-
-        `specials` encodes special tokens that are written out in the text as their ids.
-        """
+    def locate(self, text: str, *, specials: bool) -> Located:
+        """Encode a text; with `specials` the special tokens that are written out in it as their ids."""
         raise UserError("this tokenizer cannot encode conversations: give char, byte, bpe or a tokenizer.json")
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -103,7 +101,7 @@ class CharTokenizer(Tokenizer):
             raise UserError(f"not in this tokenizer's {self.vocab_size} characters: {named}{more}. {remedy}")
         return ids
 
-    def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, text: str, *, specials: bool) -> Located:
         """Return (ids, spans): one character per token."""
         starts = np.arange(len(text))
         return self.encode(text), np.stack([starts, starts + 1], axis=1)
@@ -123,7 +121,7 @@ class ByteTokenizer(Tokenizer):
         """Return the UTF-8 bytes of a text."""
         return np.frombuffer(_encode_utf8(text), dtype=np.uint8).astype(np.int32)
 
-    def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, text: str, *, specials: bool) -> Located:
         """Return (ids, spans): the bytes of one character have the same span."""
         lengths = 1 + np.searchsorted([0x80, 0x800, 0x10000], _to_code_points(text), side="right")
         starts = np.repeat(np.arange(len(text)), lengths)
@@ -193,7 +191,7 @@ class BPETokenizer(Tokenizer):
         is_plain = held.get("normalizer") is None and all(t["special"] for t in held.get("added_tokens", []))
         return is_plain and find_word_pattern(held.get("pre_tokenizer")) is not None
 
-    def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, text: str, *, specials: bool) -> Located:
         """Return (ids, spans): see `Tokenizer.locate`."""
         found = self._encode_whole(text, specials=specials)
         return np.array(found.ids, dtype=np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)

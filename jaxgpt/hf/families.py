@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxgpt.config.validate import short
 from jaxgpt.errors import UserError
+from jaxgpt.files import Json
 from jaxgpt.hf.family import (
     CAUSAL_DECODER,
     NO_WINDOW,
@@ -234,7 +233,7 @@ FAMILIES = {
 }
 
 
-def get_family(hf: dict[str, Any]) -> Family:
+def get_family(hf: Json) -> Family:
     """Return the family of a config.json. Raises `UserError` if it is unknown or the weights are quantised."""
     kind = str(hf.get("model_type"))
     if kind not in FAMILIES:

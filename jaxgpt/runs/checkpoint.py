@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # 0.5 s to import, so functions that need it import it
 MANIFEST = "manifest.json"
 FORMAT = 1  # version of the manifest and of the files it lists
 PARAMS, REST = "params", "rest"
+Trees = dict[str, Any]  # by these names
 TRAINED = "trained"  # in REST: the parameters that `OptimConfig.eval_params` makes others of
 # Bytes to read or write at once, or the largest array, or a sixteenth of all, whichever is most.
 # Without a limit Orbax copies all arrays at once: another model in memory.
@@ -197,7 +198,7 @@ class Checkpoints:
         """Start to save only parameters, of any dtype: training cannot resume from them."""
         self._save({PARAMS: params}, step, None)
 
-    def _save(self, items: dict[str, Any], step: int, val_loss: float | None) -> None:
+    def _save(self, items: Trees, step: int, val_loss: float | None) -> None:
         import orbax.checkpoint as ocp
 
         self.wait()
@@ -280,7 +281,7 @@ class Checkpoints:
         """Restore the parameters, in the dtypes that were saved. like: shapes and shardings."""
         return self._restore(step, {PARAMS: like}, as_saved=DTYPES)[PARAMS]
 
-    def _restore(self, step: int, like: dict[str, Any], as_saved: Sequence[str] = ()) -> dict[str, Any]:
+    def _restore(self, step: int, like: Trees, as_saved: Sequence[str] = ()) -> Trees:
         """Restore trees by name, in the dtypes of `like`, or the saved ones if in `as_saved`."""
         import orbax.checkpoint as ocp
 
@@ -312,7 +313,7 @@ def open_checkpoints(run: Path) -> Checkpoints:
     return checkpoints
 
 
-def _handler(items: dict[str, Any]) -> ocp.CompositeCheckpointHandler:
+def _handler(items: Trees) -> ocp.CompositeCheckpointHandler:
     """Return Orbax's handler of these trees, which limits the bytes that it moves at once.
 
     What it saves is not compressed: zstd makes trained weights 7% smaller, and takes twice the time to
@@ -329,7 +330,7 @@ def _handler(items: dict[str, Any]) -> ocp.CompositeCheckpointHandler:
     return ocp.CompositeCheckpointHandler(**made)
 
 
-def _to_items(state: TrainState, eval_params: Params | None) -> dict[str, Any]:
+def _to_items(state: TrainState, eval_params: Params | None) -> Trees:
     """Return what is saved of a state: all but frozen parameters. See `Checkpoints.save`."""
     guard = _Guard(skipped=state.skipped, in_row=state.in_a_row)
     rest = {"step": state.step, "opt_state": state.opt_state, "guard": guard}

@@ -13,7 +13,7 @@ import dataclasses
 import math
 import secrets
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import numpy as np
@@ -298,7 +298,7 @@ def _validate(training: Training, claims: _Claims, step: int, state: TrainState,
     return _compare(f"step {step}: ", claimed, {"val_loss": val_loss, **val_losses}, tolerance)
 
 
-def _compare(what: str, claimed: dict[str, Any], again: dict[str, Any], tolerance: float) -> list[str]:
+def _compare(what: str, claimed: Json, again: Json, tolerance: float) -> list[str]:
     """Return the names whose numbers or arrays differ, or which only one has. None stands for one that is not finite."""
     findings = []
     for name in sorted({*claimed, *again}):
