@@ -224,6 +224,14 @@ def split_by(words: str) -> dict:
     return {"type": "Sequence", "pretokenizers": [split, level]}
 
 
+def begin_with(ids: dict[str, int]) -> dict:
+    """Return a post-processor that puts tokens before each text."""
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    single = [*({"SpecialToken": {"id": token, "type_id": 0}} for token in ids), text]
+    known = {token: {"id": token, "ids": [i], "tokens": [token]} for token, i in ids.items()}
+    return {"type": "TemplateProcessing", "single": single, "pair": [*single, text], "special_tokens": known}
+
+
 def with_words(bpe: BPETokenizer, words: str) -> BPETokenizer:
     """The same merges with other words."""
     return BPETokenizer(json.dumps(json.loads(bpe.to_json()) | {"pre_tokenizer": split_by(words)}))
