@@ -265,6 +265,12 @@ def needs(package: str, extra: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=reason)
 
 
+def quick(names: Iterable[str], *fast: str) -> pytest.MarkDecorator:
+    """Parametrise a test by `name`, of which all but the fast ones are slow."""
+    marks = {name: () if name in fast else pytest.mark.slow for name in names}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
+
+
 def script(path: str):
     """A file under experiments, as a module."""
     spec = importlib.util.spec_from_file_location(path.rsplit("/", 1)[-1], REPOSITORY / "experiments" / f"{path}.py")

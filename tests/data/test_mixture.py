@@ -104,10 +104,9 @@ def test_losses_of_sources_are_those_of_each_alone_and_their_mean_is_the_loss(ru
     assert f"\n{texts}/b.txt: loss {b:.4f}" in format_evaluation(found)
     for name, expected in last["val_losses"].items():
         part = open_data(DataConfig(path=name, tokenizer=str(run.directory / "tokenizer.json")), block_size=8)
-        alone = dataclasses.replace(run.metadata.given.data, path=name)
         held_out = run.tokenizer.decode(ids(part.val))
         (path := run.directory.parent / "held_out.txt").write_text(held_out)
-        assert evaluate_run(run, path=str(path))["loss"] == pytest.approx(expected, rel=1e-5), alone
+        assert evaluate_run(run, path=str(path))["loss"] == pytest.approx(expected, rel=1e-5), name
     assert audit(run.directory, steps=3).findings == []
     with pytest.raises(UserError, match=r"other data: source 1: weight 0\.7 -> 0\.6, source 2: weight 0\.3 -> 0\.4"):
         fit(experiment_of(of_texts(texts).replace("0.7", "0.6").replace("0.3", "0.4")), run.directory)

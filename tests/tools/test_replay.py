@@ -16,7 +16,7 @@ from jaxgpt.runs.directory import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.tools.replay import audit, replay
 from jaxgpt.training import fit, open_training
-from tests.helpers import edit_manifest, edit_record, flip, plant_bad_targets, tiny_experiment
+from tests.helpers import edit_manifest, edit_record, flip, plant_bad_targets, quick, tiny_experiment
 
 STEPS, KEEP = 20, 4
 
@@ -104,18 +104,13 @@ FALSE = {
 }
 
 
-SHOWN = ("step 8: val_loss is", "step 7: a line of the log has no loss", f"checkpoint {STEPS}: params/")
-
-
-@pytest.mark.parametrize(
-    "finding", [finding if finding in SHOWN else pytest.param(finding, marks=pytest.mark.slow) for finding in FALSE]
-)
-def test_what_was_changed_is_named_if_every_step_is_taken(run, finding):
-    FALSE[finding](run)
+@quick(FALSE, "step 8: val_loss is", "step 7: a line of the log has no loss", f"checkpoint {STEPS}: params/")
+def test_what_was_changed_is_named_if_every_step_is_taken(run, name):
+    FALSE[name](run)
     found = audit(run, steps=STEPS)
     assert not found.accepted and found.is_whole and found.retaken == STEPS
-    assert any(finding in said for said in found.findings), found.findings
-    assert finding in str(found) and "not accepted" in str(found)
+    assert any(name in said for said in found.findings), found.findings
+    assert name in str(found) and "not accepted" in str(found)
 
 
 @pytest.mark.slow

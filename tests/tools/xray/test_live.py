@@ -19,7 +19,7 @@ from jaxgpt.model import GPTConfig
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.tools.xray.live import hold, make_page
 from jaxgpt.tools.xray.xray import capture_activations
-from tests.helpers import apply, make_model, stack_layers, with_words
+from tests.helpers import apply, make_model, quick, stack_layers, with_words
 
 CHARACTERS = "\n 1<>/=()abcdefghijklmnopqrstuvwxyzñ"
 NARROW = GPTConfig(vocab_size=len(CHARACTERS) + 3, block_size=24, n_layer=2, n_head=2, n_embd=16)  # 3 of padding
@@ -107,12 +107,7 @@ GREEDY = """([prompts, length]) => prompts.map((prompt) => {
 READ = "(tokens) => { engine.tokens.length = 0; tokens.forEach((token) => engine.step(token)); }"
 
 
-QUICK = ("quickstart",)
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
-)
+@quick(ARCHITECTURES, "quickstart")
 def test_greedy_tokens_and_activations_are_pythons(base, visit, name):
     run = with_model(base, dataclasses.replace(NARROW, **ARCHITECTURES[name]))
     weights = "float32" if name == "gpt2" else "int8"
@@ -178,19 +173,15 @@ def bpe(pattern=None):
     return tokenizer if pattern is None else with_words(tokenizer, pattern)
 
 
-@pytest.mark.parametrize(
-    "kind", ["char", "llama3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("byte", "gpt2", "gpt4"))]
-)
-def test_tokenizers_are_pythons(base, visit, kind):
-    if kind not in ("char", "byte"):
-        pytest.importorskip("tokenizers")
+@quick(("char", "byte", "gpt2", "gpt4", "llama3"), "char", "llama3")
+def test_tokenizers_are_pythons(base, visit, name):
     tokenizer = {
         "char": lambda: CharTokenizer("".join(ODD)),
         "byte": ByteTokenizer,
         "gpt2": bpe,
         "gpt4": lambda: bpe(WORDS[0]),
         "llama3": lambda: bpe(WORDS[1]),
-    }[kind]()
+    }[name]()
     run = with_model(base, dataclasses.replace(NARROW, vocab_size=tokenizer.vocab_size), tokenizer)
     page = visit(run)
     for text in ODD:
