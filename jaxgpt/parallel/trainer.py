@@ -79,6 +79,9 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     strategy, split = choose_strategy(experiment, devices, is_resumed=recorded is not None)
     attention_fn = strategy.shard_attention(options.attention_fn)
     model = config.make_model(Compute(options.dtype, attention_fn, strategy.sharding_hooks))
+    on_gpu = strategy.devices[0].platform in ("gpu", "cuda")
+    if optim.muon_dtype == "auto" and on_gpu and train.dtype != "float32":
+        optim = dataclasses.replace(optim, muon_dtype="bfloat16")
     optimizer = optim.make_optimizer(train.steps, model=config)
     init = functools.partial(init_state, model, optimizer, batch_size=strategy.data_parallel_size)
     if lora.rank is not None:
