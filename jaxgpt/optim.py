@@ -44,6 +44,8 @@ class OptimConfig(Checked):
     eps: PositiveFloat = 1e-8  # number added to AdamW's denominator
     weight_decay: NonNegativeFloat = 0.1  # decay of matrices only, multiplied by the learning rate
     momentum: Decay = 0.95  # momentum of Muon
+    # dtype of Muon's products. bfloat16 multiplies all of one shape at once. auto: as train.dtype on GPU, else float32
+    muon_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     grad_clip: PositiveFloat | None = 1.0  # largest global norm of the gradients. None means no clipping
     label_smoothing: Fraction = 0.0  # share of each target spread over all tokens, in training only (arXiv:1512.00567)
     max_skipped: Count = 10  # steps skipped in a row, as not finite, after which the run ends
@@ -130,7 +132,7 @@ def make_optimizer(
 
     AdamW: Loshchilov and Hutter 2019, arXiv:1711.05101, with weight decay on matrices only. Muon: Jordan et al. 2024,
     https://kellerjordan.github.io/posts/muon/. Both decays are multiplied by the learning rate. Muon's Newton-Schulz
-    products have JAX's default precision: float32 on CPU, TF32 on GPU, bfloat16 on TPU.
+    products in float32 have JAX's default precision: float32 on CPU, TF32 on GPU, bfloat16 on TPU.
 
     `label_parameter` and `width_ratio` are as in `GPTConfig`, the ratio for `scale_by_width`. It does not scale the
     decay: the decay's time scale should not depend on the width (arXiv:2405.13698). Nor does it scale Muon: Muon's
@@ -154,15 +156,52 @@ def make_optimizer(
         return jax.tree.map(lambda label: "muon" if label == "matrix" else "adamw", labels)
 
     relative = relative_schedule(config, steps)
+    together = config.muon_dtype == "bfloat16"
     # Otherwise the layer axis of scanned kernels would count as part of the matrix.
     last_two = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
-    muon = optax.contrib.muon(
-        lambda step: config.muon_learning_rate * relative(step),
+    momentum = optax.contrib.scale_by_muon(
         beta=config.momentum,
-        weight_decay=config.weight_decay,
-        muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: last_two, params),
+        ns_steps=0 if together else 5,
+        preconditioning="aol" if together else "frobenius",  # without steps aol leaves the momentum as it is
+        weight_dimension_numbers=lambda params: jax.tree.map(lambda _: last_two, params),
     )
+    muon = optax.chain(
+        momentum,
+        optax.stateless(lambda updates, _: scale_by_shape(orthogonalize(updates) if together else updates)),
+        optax.add_decayed_weights(config.weight_decay),
+        optax.scale_by_learning_rate(lambda step: config.muon_learning_rate * relative(step)),
+    )
+    # `optax.contrib.muon` has an AdamW for no parameters beside it, and so has the state in checkpoints.
+    adam = optax.adamw(relative)
+    muon = optax.partition({"muon": muon, "adam": adam}, lambda params: jax.tree.map(lambda _: "muon", params))
     return optax.chain(clip, optax.partition({"adamw": adamw, "muon": muon}, choose))
+
+
+def orthogonalize(updates: optax.Updates) -> optax.Updates:
+    """Bring matrices near to orthogonal ones in bfloat16, all of one shape at once."""
+    matrices, structure = jax.tree.flatten(updates)
+    stacks = {x.shape: [] for x in matrices}
+    for x in matrices:
+        stacks[x.shape].append(x.astype(jnp.bfloat16))
+    of_each = jnp.vectorize(newton_schulz, signature="(d,f)->(d,f)")
+    found = {shape: iter(of_each(jnp.stack(stack))) for shape, stack in stacks.items()}
+    return jax.tree.unflatten(structure, [next(found[x.shape]).astype(x.dtype) for x in matrices])
+
+
+def newton_schulz(x: jax.Array) -> jax.Array:
+    """Take the five steps of Muon's polynomial from a matrix towards an orthogonal one, in its dtype."""
+    if x.shape[0] > x.shape[1]:
+        return newton_schulz(x.T).T
+    x /= jnp.linalg.norm(x) + 1e-8
+    for _ in range(5):
+        a = x @ x.T
+        x = (3.4445 * jnp.eye(len(x), dtype=x.dtype) - 4.7750 * a + 2.0315 * (a @ a)) @ x
+    return x
+
+
+def scale_by_shape(updates: optax.Updates) -> optax.Updates:
+    """Multiply the update of a matrix [D, F] by sqrt(F / D) where that is above one."""
+    return jax.tree.map(lambda x: jnp.sqrt(jnp.maximum(1, x.shape[-1] / x.shape[-2])) * x, updates)
 
 
 def scale_by_width(ratio: float, label_parameter: LabelParameter = by_rank) -> optax.GradientTransformation:

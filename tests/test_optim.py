@@ -1,12 +1,13 @@
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from jaxgpt.optim import OptimConfig, learning_rate, make_optimizer
+from jaxgpt.optim import OptimConfig, learning_rate, make_optimizer, orthogonalize
 from tests.helpers import TINY, make_model, stack_layers
 
 
@@ -168,6 +169,19 @@ def test_muon_is_its_formula():
             step = newton_schulz(ahead) if name == "wide" else newton_schulz(ahead.T).T
             x = x - float(rate(t)) * (length * step + 0.3 * x)
             np.testing.assert_allclose(found[t]["h_0"][name]["kernel"], x, rtol=1e-3, atol=1e-5, err_msg=f"{name}, {t}")
+
+
+def test_muon_in_bfloat16_multiplies_all_matrices_of_one_shape_at_once():
+    """Each becomes what it becomes alone, near to what float32 makes of it."""
+    shapes = {"h_0": (16, 48), "h_1": (48, 16), "h_2": (16, 48), "h": (2, 16, 48)}
+    x = {name: {"kernel": normal(*shape, seed=n)} for n, (name, shape) in enumerate(shapes.items())}
+    program = str(jax.make_jaxpr(orthogonalize)(x))
+    assert program.count("dot_general") == 3 * 15
+    assert "bf16[2,16,16]" in program and " f32[2,16,16]" not in program
+    chex.assert_trees_all_equal(orthogonalize(x), {name: orthogonalize(each) for name, each in x.items()})
+    steps = (OptimConfig(name="muon", muon_dtype=dtype, grad_clip=None) for dtype in ("float32", "bfloat16"))
+    exact, near = (list(steps_of(config, [x] * 3, x)) for config in steps)
+    chex.assert_trees_all_close(near, exact, atol=5e-3)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])

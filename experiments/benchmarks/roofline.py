@@ -1,8 +1,9 @@
-"""The roofline of a training step on a GPU that is not there: launches, bytes and FLOPs by group, from the compiled program.
+"""The roofline of a training step on a GPU or TPU that is not there: launches, bytes and FLOPs by group, from the compiled program.
 
-Question:  what does a step move and multiply, and how fast could the GPU do each of its kernels?
+Question:  what does a step move and multiply, and how fast could the device do each of its kernels?
 Command:   python experiments/benchmarks/roofline.py [--topology h100:1] [--rows 32] [--context 1024] [--optim muon]
-           (needs `pip install "jaxgpt[plan-gpu]"`, XLA's GPU compiler with cuDNN, and no GPU)
+           (needs `pip install "jaxgpt[plan-gpu]"`, XLA's GPU compiler with cuDNN, and no GPU. `--topology v6e:1x1` needs
+           `jaxgpt[tpu]` and no TPU. What it keeps in VMEM counts no bytes, and what its kernels overlap is not seen)
 Method:    the step is compiled as `jaxgpt plan` compiles it, and traffic.py counts what each kernel reads, writes and
            multiplies. A kernel takes its bytes at the data sheet's bandwidth or its products at the data sheet's rate,
            whichever is longer. The sum is of kernels in turn. Those of one CUDA graph are launched by the GPU itself.
@@ -48,7 +49,7 @@ class Kernel:
         """Return the row of the table that it belongs to."""
         if "dot_product_attention" in self.where:
             return "attention"
-        if not re.search("jvp|transpose|hidden_states", self.where):
+        if not re.search(r"jvp|transpose\(|hidden_states", self.where):
             return "products of the optimiser" if self.flops else "optimiser, norm of gradients"
         name = next((name for name, pattern in GROUPS.items() if re.search(pattern, self.where)), "loss")
         if self.flops:
@@ -64,7 +65,7 @@ def read_kernels(text: str) -> list[Kernel]:
     """Return the kernels of a compiled program, `compiled.as_text()`."""
     kernels = []
     for x, times, is_fused in iter_executions(parse_hlo(text)):
-        if not is_fused and x.op not in FREE and not x.op.endswith("-done"):
+        if not is_fused and not {x.op, x.kind} & FREE and not x.op.endswith(("-done", "-update")):
             name = next(name for name, y in x.within.instructions.items() if y is x)
             kernels.append(Kernel(name, x.attribute(r'op_name="([^"]*)"'), x.kind, times, int(count_traffic(x)), 0))
         if (flops := count_flops(x)) and kernels:
@@ -78,6 +79,7 @@ class Program:
 
     kernels: list[Kernel]
     temporaries: int  # bytes
+    said: str  # the compiler's own count, which that for GPUs does not give
     graphs: int  # CUDA graphs that the host launches
     others: list[str]  # what the host launches or waits for besides, by its kind
 
@@ -92,17 +94,19 @@ class Program:
         return sum(k.times for k in self.kernels)
 
 
-def compile_program(lowered, options: dict | None = None) -> Program:
-    """Compile a lowered step, and read what the host would do: XLA writes that into a folder only."""
+def compile_program(lowered, options: dict | None = None, *, dumps: bool = True) -> Program:
+    """Compile a lowered step, and read what the host would do: XLA for GPUs writes that into a folder only."""
     with tempfile.TemporaryDirectory() as directory:
         dump = {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
-        compiled = lowered.compile(compiler_options=dump | (options or {}))
-        [thunks] = Path(directory).glob("*thunk_sequence_after_thunk_passes.txt")
-        top = [line.split()[1] for line in thunks.read_text().splitlines() if re.match(r"\d+: ", line)]
-    memory = compiled.memory_analysis()
+        compiled = lowered.compile(compiler_options=(dump if dumps else {}) | (options or {}))
+        thunks = [path.read_text() for path in Path(directory).glob("*thunk_sequence_after_thunk_passes.txt")]
+    assert len(thunks) == dumps
+    top = [line.split()[1] for text in thunks for line in text.splitlines() if re.match(r"\d+: ", line)]
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    counted = f"{cost.get('bytes accessed', 0) / 1e9:.1f} GB and {cost.get('flops', 0) / 1e12:.1f} TFLOP"
     graphs = top.count("kCommandBuffer")
     others = [kind for kind in top if kind != "kCommandBuffer"]
-    return Program(read_kernels(compiled.as_text()), memory.temp_size_in_bytes, graphs, others)
+    return Program(read_kernels(compiled.as_text()), memory.temp_size_in_bytes, counted if cost else "", graphs, others)
 
 
 def format_table(program: Program, bandwidth: float, rate: float) -> str:
@@ -118,6 +122,8 @@ def format_table(program: Program, bandwidth: float, rate: float) -> str:
         seconds = sum(k.seconds(bandwidth, rate) for k in kernels)
         rows.append(f"| {name} | {launches} | {size / 1e9:.1f} | {flops / 1e12:.1f} | {1e3 * seconds:.2f} |")
     rows.append(f"\n{program.temporaries / 2**30:.2f} GiB of temporaries; {program.graphs} CUDA graphs")
+    if program.said:
+        rows.append(f"the compiler's own count, with the body of a loop once: {program.said}")
     if program.others:
         rows.append(f"beside the graphs: {', '.join(sorted(set(program.others)))}")
     return "\n".join(rows)
@@ -133,6 +139,7 @@ def main() -> None:
     parser.add_argument("--topology", default="h100:1")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--optim", default="adamw")
     parser.add_argument("--longest", type=int, default=0, help="also print so many of the longest kernels")
     args = parser.parse_args()
@@ -149,10 +156,10 @@ def main() -> None:
     from jaxgpt.tools.plan.topology import topology_devices
 
     devices = topology_devices(args.topology)
-    setting = Setting(tokens=args.rows * args.context, contexts=(args.context,))
+    setting = Setting(tokens=args.rows * args.context, contexts=(args.context,), n_layer=args.layers)
     experiment = gpt2_experiment(setting, args.context)
     experiment = dataclasses.replace(experiment, optim=dataclasses.replace(experiment.optim, name=args.optim))
-    program = compile_program(make_trainer(experiment, devices).lower())
+    program = compile_program(make_trainer(experiment, devices).lower(), dumps=devices[0].platform != "tpu")
     peaks = PEAKS[devices[0].device_kind]
     print(format_table(program, peaks.memory_bandwidth, peaks.flops))
     for k in sorted(program.kernels, key=lambda k: -k.seconds(peaks.memory_bandwidth, peaks.flops))[: args.longest]:

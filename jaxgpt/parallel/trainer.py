@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import traverse_util
@@ -91,6 +92,8 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     strategy, split = choose_strategy(experiment, devices, is_resumed=recorded is not None)
     attention_fn = strategy.shard_attention(options.attention_fn)
     model = config.make_model(Compute(options.dtype, attention_fn, strategy.sharding_hooks))
+    if optim.muon_dtype == "auto" and options.on_gpu and options.dtype != jnp.float32:
+        optim = dataclasses.replace(optim, muon_dtype="bfloat16")
     optimizer = optim.make_optimizer(train.steps, model=config)
     init = functools.partial(init_state, model, optimizer, batch_size=strategy.data_parallel_size)
     if lora.rank is not None:

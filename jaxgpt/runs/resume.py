@@ -21,7 +21,7 @@ from jaxgpt.runs.directory import RunMetadata, check_same_tokenizer
 CHANGEABLE = (
     "name",  # a label
     # The hardware, and how it computes: only rounding differs.
-    *("parallel.", "train.dtype", "train.attention", "model.remat"),
+    *("parallel.", "train.dtype", "train.attention", "model.remat", "optim.muon_dtype"),
     # The location of the text: its fingerprint is compared instead.
     *("data.path", "data.corpus"),
     # Logging, validation and samples, but for eval_tokens: losses over other tokens do not compare.
