@@ -15,10 +15,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxgpt.config.validate import LARGEST_SIZE, short_repr
-from jaxgpt.sample import MAX_BIASES, Sampling
+from jaxgpt.sample import COLDEST, MAX_BIASES, Sampling
 
 SMALL_K = 128  # most tokens of top-k that are found by sorting, which takes longer for more
-COLDEST = 1e-6  # lowest temperature: below it, rounding errors in the logits decide, and logits overflow
 
 
 class SamplingRows(flax.struct.PyTreeNode):
@@ -45,12 +44,14 @@ class SamplingRows(flax.struct.PyTreeNode):
         """Return the rows of several `Sampling`, as NumPy's arrays: they go to the device with a call."""
         rows = []
         for s in samplings:
-            is_greedy = s.greedy or (s.temperature is not None and s.temperature < COLDEST)
-            temperature, top_k = 1.0 if is_greedy else s.temperature or 1.0, min(s.top_k or LARGEST_SIZE, LARGEST_SIZE)
+            temperature, top_k = (
+                1.0 if s.is_greedy else s.temperature or 1.0,
+                min(s.top_k or LARGEST_SIZE, LARGEST_SIZE),
+            )
             filters = (1.0 if s.top_p is None else s.top_p, s.min_p or 0.0)
             penalties = (s.repetition_penalty or 1.0, s.frequency_penalty or 0.0, s.presence_penalty or 0.0)
             biases = np.array([*s.logit_bias, *[(LARGEST_SIZE, 0.0)] * (MAX_BIASES - len(s.logit_bias))])
-            flags = (is_greedy, bool(s.logit_bias))
+            flags = (s.is_greedy, bool(s.logit_bias))
             rows.append((temperature, top_k, *filters, *penalties, *flags, biases[:, 0], biases[:, 1]))
         types = (np.float32, np.int32, *[np.float32] * 5, bool, bool, np.int32, np.float32)
         columns: Any = (np.array(column, dtype) for column, dtype in zip(zip(*rows, strict=True), types, strict=True))
@@ -63,6 +64,13 @@ class SamplingRows(flax.struct.PyTreeNode):
         all_greedy = self.is_greedy_B.all()
         drawn_B = jax.lax.cond(all_greedy, lambda: likeliest_B, lambda: draw(self._softmax(logits_BV), keys_B))
         return jnp.where(self.is_greedy_B, likeliest_B, drawn_B)
+
+    def draw_plain(self, logits_BV: jax.Array, keys_B: jax.Array | None) -> jax.Array:
+        """Draw like `draw` for rows that are greedy or have a temperature, and nothing else. No keys: all are greedy."""
+        likeliest_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+        if keys_B is None:
+            return likeliest_B
+        return jnp.where(self.is_greedy_B, likeliest_B, draw(jax.nn.softmax(self._heat(logits_BV), axis=-1), keys_B))
 
     def probabilities(self, logits_BV: jax.Array, seen_BV: jax.Array | None = None) -> jax.Array:
         """Return the distribution that tokens are drawn from, [B, V].
@@ -99,9 +107,12 @@ class SamplingRows(flax.struct.PyTreeNode):
             logits_BV = jax.lax.cond(is_wanted, step, lambda logits_BV, _: logits_BV, logits_BV, seen_BV)
         return logits_BV
 
+    def _heat(self, logits_BV: jax.Array) -> jax.Array:
+        return logits_BV / jnp.maximum(self.temperature_B, COLDEST)[:, None]
+
     def _softmax(self, logits_BV: jax.Array) -> jax.Array:
         """Return the distribution after temperature and the other filters."""
-        logits_BV = logits_BV / jnp.maximum(self.temperature_B, COLDEST)[:, None]
+        logits_BV = self._heat(logits_BV)
         top_k_B = jnp.minimum(self.top_k_B, logits_BV.shape[-1])
         for wanted, keep, value_B in (
             (top_k_B < logits_BV.shape[-1], keep_top_k, top_k_B),

@@ -212,15 +212,28 @@ class DecodeMatrix(flax.struct.PyTreeNode):
 
         Inputs are rounded to the weights' type. For int8 each row of them is scaled by its largest magnitude (Dettmers
         et al. 2022, arXiv:2208.07339, without their outliers), since only an integer product is faster than float32
-        on CPU. A row's result has the same bits whatever the other rows are and wherever it is among them.
+        on CPU. Nvidia GPUs keep inputs as they are. A row's result has the same bits whatever the other rows are and wherever it is among them.
         """
-        if self.values_FD.dtype == jnp.int8:
-            x_UD, x_scale_U = to_int8(x_UD)
-        else:
-            x_UD, x_scale_U = x_UD.astype(self.values_FD.dtype), jnp.ones(x_UD.shape[0])
-        y_FU = jax.lax.platform_dependent(self.values_FD, x_UD, cpu=_multiply_on_cpu, default=_multiply)
-        # The scale also keeps XLA from turning the float32 product into the slow x @ matrix.T.
-        return (y_FU[: len(self.scale_F)].astype(jnp.float32) * (self.scale_F[:, None] * x_scale_U[None])).T
+        return jax.lax.platform_dependent(self, x_UD, cuda=_matmul_on_gpu, default=_matmul)
+
+
+def _matmul_on_gpu(matrix: DecodeMatrix, x_UD: jax.Array) -> jax.Array:
+    """Convert int8 weights as they are read, and no input: a GPU waits for memory, and for each kernel."""
+    F, dtype = len(matrix.scale_F), matrix.values_FD.dtype
+    dtype = x_UD.dtype if dtype == jnp.int8 else dtype
+    y_UF = jnp.dot(x_UD.astype(dtype), matrix.values_FD.T.astype(dtype), preferred_element_type=jnp.float32)[:, :F]
+    return y_UF * matrix.scale_F[None] if matrix.values_FD.dtype == jnp.int8 else y_UF
+
+
+def _matmul(matrix: DecodeMatrix, x_UD: jax.Array) -> jax.Array:
+    values_FD, scale_F = matrix.values_FD, matrix.scale_F
+    if values_FD.dtype == jnp.int8:
+        x_UD, x_scale_U = to_int8(x_UD)
+    else:
+        x_UD, x_scale_U = x_UD.astype(values_FD.dtype), jnp.ones(x_UD.shape[0])
+    y_FU = jax.lax.platform_dependent(values_FD, x_UD, cpu=_multiply_on_cpu, default=_multiply)
+    # The scale also keeps XLA from turning the float32 product into the slow x @ matrix.T.
+    return (y_FU[: len(scale_F)].astype(jnp.float32) * (scale_F[:, None] * x_scale_U[None])).T
 
 
 def _multiply(values_FD: jax.Array, x_UD: jax.Array) -> jax.Array:

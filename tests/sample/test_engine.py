@@ -94,6 +94,47 @@ def test_log_probabilities_and_alternatives_are_the_models():
         assert dict(best)[token] == logprob  # of three that could be drawn, among the best four
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        dict(position="rope", sliding_window=5, cache_dtype="int8"),
+        dict(position="learned"),
+        pytest.param(dict(position="none", resizes=True), marks=pytest.mark.slow),
+    ],
+    ids=lambda kind: kind["position"],
+)
+def test_a_loop_of_known_length_draws_the_same(monkeypatch, kind):
+    """It is a GPU's, for requests that are greedy or have a temperature. Others take the turns that they need."""
+    monkeypatch.setattr(programs, "GPU_COLUMNS", 16)
+    options = {name: kind[name] for name in ("cache_dtype", "resizes") if name in kind}
+    fields = {name: value for name, value in kind.items() if name not in options}
+    model, params = make_model(dataclasses.replace(CONFIG, **fields))
+    params, engines, calls = jax.tree.map(lambda x: 5.0 * x, params), [], []
+    for is_on_gpu in (False, True):
+        monkeypatch.setattr(programs, "is_on_gpu", lambda cache, answer=is_on_gpu: answer)
+        engines.append(Engine(model, params, slots=SLOTS, slides=True, **options))
+    decode_plain = programs.decode_plain
+    monkeypatch.setattr(programs, "decode_plain", lambda *args: calls.append(args[3:]) or decode_plain(*args))
+    for burst, seed in ((8, 3), (64, 4), (13, 5)):
+        rng = np.random.default_rng(seed)
+        plain = [Sampling(), Sampling(greedy=True), Sampling(temperature=1.5)]
+        wanted = [
+            dataclasses.replace(
+                request,
+                prompt=request.prompt[:burst],
+                sampling=request.sampling if rng.random() < 0.1 else plain[rng.integers(3)],
+                top_logprobs=None if rng.random() < 0.95 else 2,
+                max_new_tokens=int(rng.integers(1, 1.5 * C)),
+                stop_tokens=[3, 7] if rng.random() < 0.3 else [],
+            )
+            for request in requests(12, seed)
+        ]
+        general, static = (serve(engine, wanted, burst) for engine in engines)
+        assert [(tokens, finish) for tokens, *_, finish in static] == [(t, finish) for t, *_, finish in general]
+    assert {steps for steps, _, _ in calls} == {8, 64} and {greedy for *_, greedy in calls} == {False, True}
+    assert {columns for _, columns, _ in calls} == {16, 32, C}
+
+
 @pytest.mark.slow
 def test_as_many_rows_are_computed_as_are_occupied(monkeypatch):
     computed, decode = [], programs.decode
