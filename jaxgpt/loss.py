@@ -22,6 +22,9 @@ SOWN = ("losses", "metrics")  #: collections of what modules sow in training
 #: The loss of hidden states, such as `chunked_next_token_loss`,
 #: `(model, head, x_BTD, targets_BT, mask_BT, *, smoothing) -> (summed nats, number of targets)`
 HeadLoss = Callable[..., tuple[jax.Array, jax.Array]]
+log_sum_exp = functools.partial(
+    jax.nn.logsumexp, axis=-1
+)  #: logits_BTV -> log_sum_BT, the logarithm of softmax's denominator
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +103,12 @@ def _sum_by_name(sown: dict[str, Any]) -> dict[str, tuple[jax.Array, int]]:
 
 
 def next_token_loss(
-    logits_BTV: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array | None = None, *, smoothing: float = 0.0
+    logits_BTV: jax.Array,
+    targets_BT: jax.Array,
+    mask_BT: jax.Array | None = None,
+    *,
+    smoothing: float = 0.0,
+    log_sum_exp: Callable[[jax.Array], jax.Array] = log_sum_exp,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the summed cross-entropy in nats and the number of targets it sums over, both float32 scalars.
 
@@ -113,10 +121,10 @@ def next_token_loss(
         mask_BT = jnp.ones(targets_BT.shape, bool)
     targets_BT = jnp.where(mask_BT, targets_BT, 0)
     logits_BTV = logits_BTV.astype(jnp.float32)
-    nats_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
+    log_sum_BT = log_sum_exp(logits_BTV)
+    nats_BT = log_sum_BT - jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
     if smoothing:
-        even_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - logits_BTV.mean(axis=-1)
-        nats_BT = (1.0 - smoothing) * nats_BT + smoothing * even_BT
+        nats_BT = (1.0 - smoothing) * nats_BT + smoothing * (log_sum_BT - logits_BTV.mean(axis=-1))
     return jnp.sum(nats_BT, where=mask_BT), jnp.sum(mask_BT, dtype=jnp.float32)
 
 
@@ -129,6 +137,7 @@ def chunked_next_token_loss(
     *,
     chunk: int,
     smoothing: float = 0.0,
+    log_sum_exp: Callable[[jax.Array], jax.Array] = log_sum_exp,
 ) -> tuple[jax.Array, jax.Array]:
     """Return `next_token_loss` of hidden states, with the logits of `chunk` tokens per row in memory at once.
 
@@ -139,33 +148,38 @@ def chunked_next_token_loss(
     if mask_BT is None:
         mask_BT = jnp.ones(targets_BT.shape, bool)
     B, T = targets_BT.shape
+    chunk = min(chunk, T)
     # Chunks of the context, not of the rows, which may be on different devices.
     chunks = jax.tree.map(
         lambda x: x.reshape(B, T // chunk, chunk, *x.shape[2:]).swapaxes(0, 1), (x_BTD, targets_BT, mask_BT)
     )
     unembed = functools.partial(_unembed, model)
-    return _summed_nats(unembed, smoothing, head, *chunks), jnp.sum(mask_BT, dtype=jnp.float32)
+    nats = _summed_nats(unembed, smoothing, log_sum_exp, head, *chunks)
+    return nats, jnp.sum(mask_BT, dtype=jnp.float32)
 
 
 def _unembed(model: nn.Module, head: Any, x_BTD: jax.Array) -> jax.Array:
     return model.apply({"params": head}, x_BTD, method="unembed")  # type: ignore[return-value]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _summed_nats(unembed, smoothing, head, x_CBtD, targets_CBt, mask_CBt):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _summed_nats(unembed, smoothing, log_sum_exp, head, x_CBtD, targets_CBt, mask_CBt):
+    how = {"smoothing": smoothing, "log_sum_exp": log_sum_exp}
+
     def add(nats, chunk):
         x_BtD, targets_Bt, mask_Bt = chunk
-        return nats + next_token_loss(unembed(head, x_BtD), targets_Bt, mask_Bt, smoothing=smoothing)[0], None
+        return nats + next_token_loss(unembed(head, x_BtD), targets_Bt, mask_Bt, **how)[0], None
 
     return jax.lax.scan(add, jnp.zeros(()), (x_CBtD, targets_CBt, mask_CBt))[0]
 
 
-def _summed_nats_forward(unembed, smoothing, head, x_CBtD, targets_CBt, mask_CBt):
+def _summed_nats_forward(unembed, smoothing, log_sum_exp, head, x_CBtD, targets_CBt, mask_CBt):
     def add(total, chunk):
         x_BtD, targets_Bt, mask_Bt = chunk
         logits_BtV, pull_back = jax.vjp(unembed, head, x_BtD)
-        value, _ = next_token_loss(logits_BtV, targets_Bt, mask_Bt, smoothing=smoothing)
-        head_grad, x_grad_BtD = pull_back(_logits_gradient(logits_BtV, targets_Bt, mask_Bt, smoothing))
+        how = {"smoothing": smoothing, "log_sum_exp": log_sum_exp}
+        value, _ = next_token_loss(logits_BtV, targets_Bt, mask_Bt, **how)
+        head_grad, x_grad_BtD = pull_back(_logits_gradient(logits_BtV, targets_Bt, mask_Bt, **how))
         return jax.tree.map(jnp.add, total, (value, head_grad)), x_grad_BtD
 
     zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, head))
@@ -173,15 +187,15 @@ def _summed_nats_forward(unembed, smoothing, head, x_CBtD, targets_CBt, mask_CBt
     return nats, (head_grad, x_grad_CBtD)
 
 
-def _logits_gradient(logits_BtV, targets_Bt, mask_Bt, smoothing):
+def _logits_gradient(logits_BtV, targets_Bt, mask_Bt, *, smoothing, log_sum_exp):
     """Return the gradient of `next_token_loss` by its logits. Autodiff would scatter -1 into an array of zeros first."""
     V = logits_BtV.shape[-1]
     smoothed_BtV = optax.smooth_labels(jax.nn.one_hot(targets_Bt, V), smoothing)
-    log_sum_Bt1 = jax.nn.logsumexp(logits_BtV, axis=-1)[..., None]
+    log_sum_Bt1 = log_sum_exp(logits_BtV)[..., None]
     return jnp.where(mask_Bt[..., None], jnp.exp(logits_BtV - log_sum_Bt1) - smoothed_BtV, 0.0)
 
 
-def _summed_nats_backward(unembed, smoothing, grads, scale):
+def _summed_nats_backward(unembed, smoothing, log_sum_exp, grads, scale):
     head_grad, x_grad_CBtD = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
     return head_grad, x_grad_CBtD, None, None
 

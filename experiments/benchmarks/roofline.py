@@ -3,37 +3,33 @@
 Question:  what does a step move and multiply, and how fast could the GPU do each of its kernels?
 Command:   python experiments/benchmarks/roofline.py [--topology h100:1] [--rows 32] [--context 1024] [--optim muon]
            (needs `pip install "jaxgpt[plan-gpu]"`, XLA's GPU compiler with cuDNN, and no GPU)
-Method:    the step is compiled as `jaxgpt plan` compiles it. Each kernel reads its operands and writes its results once, at
-           the data sheet's bandwidth, or computes its products at the data sheet's rate, if that takes longer. "In turn"
-           is their sum: no kernel overlaps another. Kernels of one graph are launched by the GPU itself.
-           Gathers and slices count what they read, scatters and updates in place what they write. XLA chooses tiles of
-           products by timing them on a GPU: here it has none, so that a few fusions around products may differ.
+Method:    the step is compiled as `jaxgpt plan` compiles it, and traffic.py counts what each kernel reads, writes and
+           multiplies. A kernel takes its bytes at the data sheet's bandwidth or its products at the data sheet's rate,
+           whichever is longer. The sum is of kernels in turn. Those of one CUDA graph are launched by the GPU itself.
+           XLA chooses tiles by timing them on a GPU: here it has none, so that fusions around products may differ.
 Result:    see docs/results.md, "The step on an H100, by group".
 """
 
 import argparse
 import collections
 import dataclasses
-import math
 import os
 import re
 import tempfile
 from pathlib import Path
 
-from jaxgpt.tools.plan.collectives import Body, Instruction, count_bytes, read_bodies
+import jax
+from traffic import FREE, count_flops, count_traffic, iter_executions, parse_hlo
 
-# The group of a kernel, by the first of these that its place in the model has, and whether it multiplies.
+# The group of a kernel that does not multiply, by the first of these that its place in the model has.
 GROUPS = {
     "attention": r"attn\.attend",
-    "head": r"unembed|wte\.logits|lm_head",
+    "loss": r"unembed|wte\.logits|lm_head",
     "norms": r"/ln_|_norm/",
-    "activation": r"/mlp/|mlp\.",
-    "residual, q, k, v": r"run_blocks",
+    "activation, MLP's casts": r"/mlp/|mlp\.",
+    "residual, copies, casts": r"run_blocks",
     "embedding": r"embed",
-    "loss": r"hidden_states|jvp|transpose|loss|while",
 }
-NOT_LAUNCHED = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "call", "conditional"}
-NOT_LAUNCHED |= {"after-all", "opt-barrier", "partition-id", "replica-id"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +37,23 @@ class Kernel:
     """An instruction that the device runs, as often as one step does."""
 
     name: str
-    group: str
     where: str  # its place in the model
+    kind: str  # the instruction: fusion, custom-call, copy ...
     times: int
     bytes: int  # of one execution, read and written
     flops: int  # of its products, likewise
+
+    @property
+    def group(self) -> str:
+        """Return the row of the table that it belongs to."""
+        if "dot_product_attention" in self.where:
+            return "attention"
+        if not re.search("jvp|transpose|hidden_states", self.where):
+            return "products of the optimiser" if self.flops else "optimiser, norm of gradients"
+        name = next((name for name, pattern in GROUPS.items() if re.search(pattern, self.where)), "loss")
+        if self.flops:
+            return "products of the head" if name == "loss" else "products of the blocks"
+        return name
 
     def seconds(self, bandwidth: float, rate: float) -> float:
         """Return how long all executions take at least."""
@@ -54,94 +62,14 @@ class Kernel:
 
 def read_kernels(text: str) -> list[Kernel]:
     """Return the kernels of a compiled program, `compiled.as_text()`."""
-    bodies, times = read_bodies(text)
-    fused = {called for body in bodies.values() for x in body.values() if x.op == "fusion" for called in x.called}
-    found = []
-    for computation, body in bodies.items():
-        inlined = computation in fused or not times[computation]
-        for name, x in body.items():
-            if inlined or x.op in NOT_LAUNCHED or x.op.endswith("-done") or _is_reducer(body):
-                continue
-            parts = [bodies[called] for called in x.called if x.op == "fusion"]
-            where = next(iter(re.findall(r'op_name="([^"]*)"', x.rest)), "")
-            flops = sum(_product_flops(y, part) for part in parts or [{name: x} | body] for y in _own(part, x, parts))
-            flops += _attention_flops(x, body)
-            size = _moved(x, body, parts[0] if parts else None)
-            found.append(Kernel(name, _group(x, where, flops), where, times[computation], size, flops))
-    return found
-
-
-def _own(part: Body, x: Instruction, parts: list[Body]) -> list[Instruction]:
-    return list(part.values()) if parts else [x]
-
-
-def _is_reducer(body: Body) -> bool:
-    """Return whether a computation is the scalar function of a reduction, a sort or a scatter."""
-    return all(re.match(r"\(?\w+\[\]", x.shape) for x in body.values())
-
-
-def _group(x: Instruction, where: str, flops: int) -> str:
-    if "cudnn" in x.rest and x.op == "custom-call" and "fmha" in x.rest:
-        return "attention"
-    if "jvp" not in where and "transpose" not in where and "hidden_states" not in where:
-        return "products of the optimiser" if flops else "optimiser, norm of gradients"
-    name = next((name for name, pattern in GROUPS.items() if re.search(pattern, where)), "other")
-    if flops:
-        return "products of the head" if name == "head" else "products of the blocks"
-    return {"head": "loss", "residual, q, k, v": "residual, copies, casts"}.get(name, name)
-
-
-def _sizes(shape: str) -> list[int]:
-    return [int(n) for n in re.findall(r"\d+", re.findall(r"\[([\d,]*)\]", shape)[0])]
-
-
-def _product_flops(x: Instruction, body: Body) -> int:
-    """Return the FLOPs of a product, 2 for each pair that it multiplies. 0 of another instruction."""
-    is_call = x.op == "custom-call" and "__cublas" in x.rest
-    if x.op != "dot" and not is_call:
-        return 0
-    left = _sizes(body[x.operands[0]].shape)
-    contracted = re.findall(r'lhs_contracting_dim\w*[="\[:{]*([\d,"]*)', x.rest)
-    axes = [int(n) for n in re.findall(r"\d+", contracted[0])]
-    return 2 * math.prod(_sizes(x.shape)) * math.prod(left[axis] for axis in axes)
-
-
-def _attention_flops(x: Instruction, body: Body) -> int:
-    """Return the FLOPs of cuDNN's attention: 2 products forward and 5 backward, of which the causal mask needs half."""
-    if x.op != "custom-call" or "__cudnn$fmha" not in x.rest:
-        return 0
-    B, T, N, H = _sizes(body[x.operands[0]].shape)
-    products = 5 if "Backward" in x.rest else 2
-    return products * B * N * T * T * H
-
-
-def _moved(x: Instruction, body: Body, part: Body | None) -> int:
-    """Return the bytes that a kernel reads and writes."""
-    written = count_bytes(x.shape)
-    operands = list(dict.fromkeys(x.operands))
-    if part is None:
-        return written + sum(count_bytes(body[name].shape) for name in operands)
-    read = 0
-    parameters = {int(y.rest.split(")")[0]): name for name, y in part.items() if y.op == "parameter"}
-    in_place = {"dynamic-update-slice", "scatter"}
-    for number, operand in enumerate(x.operands):
-        if operand not in operands:
-            continue
-        operands.remove(operand)
-        name, users = parameters[number], []
-        names = {name}
-        for inner, y in part.items():  # through bitcasts
-            if names & set(y.operands):
-                (names.add(inner) if y.op == "bitcast" else users.append((y, names & set(y.operands))))
-        whole = count_bytes(body[operand].shape)
-        if users and all(y.op in ("dynamic-slice", "gather") and y.operands[0] in names for y, _ in users):
-            read += min(whole, sum(count_bytes(y.shape) for y, _ in users))
-        elif users and all(y.op in in_place and y.operands[0] in names for y, _ in users):
-            updates = sum(count_bytes(part[y.operands[-1 if y.op == "scatter" else 1]].shape) for y, _ in users)
-            written += 2 * updates - whole  # what it adds to is read and written
-        else:
-            read += whole
-    return read + written
+    kernels = []
+    for x, times, is_fused in iter_executions(parse_hlo(text)):
+        if not is_fused and x.op not in FREE and not x.op.endswith("-done"):
+            name = next(name for name, y in x.within.instructions.items() if y is x)
+            kernels.append(Kernel(name, x.attribute(r'op_name="([^"]*)"'), x.kind, times, int(count_traffic(x)), 0))
+        if (flops := count_flops(x)) and kernels:
+            kernels[-1] = dataclasses.replace(kernels[-1], flops=kernels[-1].flops + int(flops))
+    return kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,8 +140,10 @@ def main() -> None:
     from jaxgpt.parallel.jax_setup import configure_jax
 
     configure_jax()
+    jax.config.update("jax_enable_compilation_cache", False)  # nothing here can load a GPU's program
     from gpu.setting import Setting
     from gpu.steps import gpt2_experiment
+
     from jaxgpt.parallel.limits import PEAKS
     from jaxgpt.parallel.trainer import make_trainer
     from jaxgpt.tools.plan.topology import topology_devices

@@ -53,14 +53,18 @@ class MLP(nn.Module):
     def __call__(self, x_BTD: jax.Array, *, train: bool = False) -> jax.Array:
         """Return x_BTD after the network, with dropout in training."""
         project = functools.partial(Dense, use_bias=self.use_bias, dtype=self.dtype)
-        act = self.function or ACTIVATIONS[self.activation]
         h_BTF = project(self.hidden, kernel_init=self.kernel_init, name="c_fc")(x_BTD)
+        gates = []
         if "glu" in self.activation:
-            h_BTF = act(project(self.hidden, kernel_init=self.kernel_init, name="c_gate")(x_BTD)) * h_BTF
-        else:
-            h_BTF = act(h_BTF)
+            gates = [project(self.hidden, kernel_init=self.kernel_init, name="c_gate")(x_BTD)]
+        h_BTF = self.act(h_BTF, *gates)
         out_BTD = project(x_BTD.shape[-1], kernel_init=self.residual_init, name="c_proj")(self.units(h_BTF))
         return nn.Dropout(self.dropout)(out_BTD, deterministic=not train)
+
+    def act(self, h_BTF: jax.Array, gate_BTF: jax.Array | None = None) -> jax.Array:
+        """Apply the nonlinearity, to the gate if there is one: a method, so that `nn.intercept_methods` sees it."""
+        act = self.function or ACTIVATIONS[self.activation]
+        return act(h_BTF) if gate_BTF is None else act(gate_BTF) * h_BTF
 
     def units(self, h_BTF: jax.Array) -> jax.Array:
         """Return the hidden units as they are: a method, so that `nn.intercept_methods` sees them."""

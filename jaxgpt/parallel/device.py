@@ -52,6 +52,7 @@ class ComputeOptions(NamedTuple):
     dtype: DTypeLike  # dtype of activations and matrix products
     attention: str  # name of the kernel
     attention_fn: AttentionFn  # the kernel
+    on_gpu: bool  # compute in the forms of `layers.gpu`
     reason: str  # dtype and kernel, and why the kernel was chosen
 
 
@@ -90,6 +91,7 @@ def compute_options(
         dtype=jnp.dtype(dtype),
         attention=attention,
         attention_fn=find_kernel(attention),
+        on_gpu=FUSED.get(device.platform) == "cudnn",
         reason=f"{dtype}, {attention} attention{said}",
     )
 

@@ -15,9 +15,10 @@ from jaxgpt.batch import Batch
 from jaxgpt.config.validate import short_repr
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
+from jaxgpt.layers import gpu
 from jaxgpt.layers.block import Compute
 from jaxgpt.lora import freeze, init_adapters, join_adapters, thaw, thawed_shapes, with_adapters
-from jaxgpt.loss import ObjectiveConfig, chunked_next_token_loss
+from jaxgpt.loss import ObjectiveConfig, chunked_next_token_loss, log_sum_exp
 from jaxgpt.model import GPT
 from jaxgpt.optim import OptimConfig
 from jaxgpt.parallel.device import ComputeOptions, compute_options
@@ -88,7 +89,7 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
         _check_adapters(model, shapes.params)
     shardings = jax.tree.broadcast(strategy.state_shardings(shapes, config, optimizer), shapes)
 
-    loss_fn, eval_fn = make_losses(experiment, model)
+    loss_fn, eval_fn = make_losses(experiment, model, on_gpu=options.on_gpu)
     merge = functools.partial(join_adapters, lora)
     step = functools.partial(
         train_step,
@@ -119,14 +120,27 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     )
 
 
-def make_losses(experiment: Experiment, model: GPT) -> tuple[LossFn, LossFn]:
-    """Return the loss that training minimises, and the one that a validation measures, without label smoothing."""
-    chunk, head_loss = experiment.parallel.loss_chunk, None
-    if chunk is not None and chunk < experiment.model.block_size:
-        head_loss = functools.partial(chunked_next_token_loss, chunk=chunk)
-    wrap = (lambda loss: loss) if experiment.lora.rank is None else with_adapters
-    make_loss = functools.partial(experiment.objective.make_loss, model, head_loss=head_loss)
-    return wrap(make_loss(label_smoothing=experiment.optim.label_smoothing)), wrap(make_loss())
+def make_losses(experiment: Experiment, model: GPT, *, on_gpu: bool = False) -> tuple[LossFn, LossFn]:
+    """Return the loss that training minimises, and the one that a validation measures, without label smoothing.
+
+    on_gpu: compute in the forms of `layers.gpu`, and let the loss have its own gradient for one chunk too, since the one
+    of all logits at once is a scatter.
+    """
+    config, objective, chunk = experiment.model, experiment.objective, experiment.parallel.loss_chunk
+    is_plain = type(model) is GPT and type(objective).make_loss is ObjectiveConfig.make_loss
+    head_loss = None
+    if (chunk or config.block_size) < config.block_size or (on_gpu and is_plain):
+        sums = gpu.log_sum_exp if on_gpu else log_sum_exp
+        head_loss = functools.partial(chunked_next_token_loss, chunk=chunk or config.block_size, log_sum_exp=sums)
+    make_loss = functools.partial(objective.make_loss, model, head_loss=head_loss)
+    losses = [make_loss(label_smoothing=experiment.optim.label_smoothing), make_loss()]
+    if experiment.lora.rank is not None:
+        losses = map(with_adapters, losses)
+    if on_gpu:  # where logits are capped, or what comes before them is not known, they may be large
+        is_bounded = config.logit_softcap is None and not config.is_foreign
+        losses = map(functools.partial(gpu.with_gpu_forms, half_logits=is_bounded), losses)
+    loss_fn, eval_fn = losses
+    return loss_fn, eval_fn
 
 
 def report_step(experiment: Experiment, grads: Params, updates: Params, opt_state: Any) -> Metrics:

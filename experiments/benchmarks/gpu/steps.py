@@ -19,7 +19,7 @@ ON_ONE = ParallelConfig(strategy="single")
 def gpt2_experiment(setting: Setting, context: int, **options) -> Experiment:
     """Return the experiment of nanoGPT's GPT-2 124M. options: fields of the model or of `ParallelConfig`."""
     # Half of the logits at once, as in experiments/gpt2_124m.py: the gradient of all of them would be a scatter.
-    parallel = {"loss_chunk": context // 2}
+    parallel = {"loss_chunk": None}
     parallel |= {name: options.pop(name) for name in ("loss_chunk", "micro_batch_size") if name in options}
     model = GPTConfig(
         vocab_size=setting.vocab_size,

@@ -26,13 +26,6 @@ class Instruction(NamedTuple):
         """Return the names of the instructions that it reads."""
         return re.findall(r"%([\w.\-]+)", self.rest.split(")", 1)[0])
 
-    @property
-    def called(self) -> list[str]:
-        """Return the names of the computations that it calls. Those of an asynchronous one count at its start."""
-        if self.op.endswith(("-done", "-update")):
-            return []
-        return re.findall(r"[\w.\-]+", ",".join(_CALLED.findall(self.rest)))
-
 
 Body = dict[str, Instruction]  # a computation of the program
 
@@ -48,12 +41,10 @@ class Collective:
     bytes: int  # the full buffers, summed over the executions: output of an all-gather, else the operands
 
 
-def read_bodies(text: str) -> tuple[dict[str, Body], Counter[str]]:
-    """Return the computations of a program by name, and how often one run executes each.
-
-    All branches of a conditional count. A computation follows those that it calls.
-    """
-    bodies, body, times = dict[str, Body](), Body(), Counter[str]()
+def read_collectives(text: str) -> tuple[Collective, ...]:
+    """Add up the collectives of one run of a program. All branches of a conditional count."""
+    bodies, body = dict[str, Body](), Body()
+    times = Counter[str]()  # executions of each computation
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
             bodies[header[2]] = body = {}
@@ -61,32 +52,25 @@ def read_bodies(text: str) -> tuple[dict[str, Body], Counter[str]]:
         elif match := _INSTRUCTION.match(line):
             name, *instruction = match.groups()
             body[name] = Instruction(*instruction)
-    for name, body in reversed(bodies.items()):
-        for x in body.values():
-            trips = _trip_count(x, body, bodies) if x.op == "while" else 1
-            for called in x.called:
-                times[called] += trips * times[name]
-    return bodies, times
 
-
-def read_collectives(text: str) -> tuple[Collective, ...]:
-    """Add up the collectives of one run of a program."""
-    bodies, times = read_bodies(text)
     sides = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0])
     all_devices = math.prod(map(int, sides))
     counts, sizes = Counter[tuple[bool, str, int]](), Counter[tuple[bool, str, int]]()
     channels = set()
     launchers: dict[str, str] = {}  # the computation that launches the fusion around each fused one
-    for name, body in reversed(bodies.items()):
+    for name, body in reversed(bodies.items()):  # a computation follows those that it calls
         for x in body.values():
             if x.op.endswith(("-done", "-update")):  # its start has been counted
                 continue
-            if name in launchers or x.op.startswith("fusion"):
-                launchers |= dict.fromkeys(x.called, launchers.get(name, name))
+            trips = _trip_count(x, body, bodies) if x.op == "while" else 1
+            for called in re.findall(r"[\w.\-]+", ",".join(_CALLED.findall(x.rest))):
+                times[called] += trips * times[name]
+                if name in launchers or x.op.startswith("fusion"):
+                    launchers[called] = launchers.get(name, name)
             kind, devices = _read_collective(x, all_devices)
             if devices == 1:  # of an axis of size 1 in the mesh, which sends nothing, or no collective
                 continue
-            size = sum(count_bytes(body[operand].shape) for operand in x.operands)
+            size = sum(_count_bytes(body[operand].shape) for operand in x.operands)
             full = size * devices if kind == "all-gather" else size
             # A TPU fuses an all-reduce with the slice that each device keeps. On the links it is a reduce-scatter.
             kind = "reduce-scatter" if "all-reduce-scatter" in name else kind
@@ -129,7 +113,7 @@ def _read_collective(x: Instruction, all_devices: int) -> tuple[str, int]:
     return kind, _group_size(x.rest, all_devices) if kind in KINDS else 1
 
 
-def count_bytes(shape: str) -> int:
+def _count_bytes(shape: str) -> int:
     """Return the bytes of an array or a tuple. A token has none."""
     total = 0
     for dtype, dims in re.findall(r"([a-z]\w*)\[([\d,<=]*)\]", shape):
