@@ -98,10 +98,14 @@ def compile_program(lowered, options: dict | None = None) -> Program:
         dump = {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
         compiled = lowered.compile(compiler_options=dump | (options or {}))
         [thunks] = Path(directory).glob("*thunk_sequence_after_thunk_passes.txt")
-        top = [line.split()[1] for line in thunks.read_text().splitlines() if re.match(r"\d+: ", line)]
+        launched, graph = [], None  # a graph's own lines are indented further than it is
+        for indent, kind in re.findall(r"^( *)\d+: (\w+)", thunks.read_text(), re.MULTILINE):
+            if graph is None or len(indent) <= graph:
+                launched.append(kind)
+                graph = len(indent) if kind == "kCommandBuffer" else None
     memory = compiled.memory_analysis()
-    graphs = top.count("kCommandBuffer")
-    others = [kind for kind in top if kind != "kCommandBuffer"]
+    graphs = launched.count("kCommandBuffer")
+    others = [kind for kind in launched if kind != "kCommandBuffer"]
     return Program(read_kernels(compiled.as_text()), memory.temp_size_in_bytes, graphs, others)
 
 

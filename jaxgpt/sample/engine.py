@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +25,7 @@ from jaxgpt.model import GPT
 from jaxgpt.sample import BUCKET, Decoding, Precision, Sampling, programs
 from jaxgpt.sample.filters import SamplingRows
 from jaxgpt.sample.grammar import Grammar
-from jaxgpt.sample.programs import cache_columns, check_ids, check_prompt, next_bucket
+from jaxgpt.sample.programs import CHUNK, GPU_CHUNK, cache_columns, check_ids, check_prompt, chunk_size, next_bucket
 from jaxgpt.sample.quantize import check_model_type, lay_out_once
 from jaxgpt.sample.score import pair_up, score
 
@@ -94,6 +95,7 @@ class Engine:
         prefix_bytes: int = 0,
         slides: bool = False,
         resizes: bool = False,
+        reproducible: bool = False,
     ):
         """Allocate the state.
 
@@ -108,6 +110,7 @@ class Engine:
             slides: whether to go on at the end of the context, with the window of `generate`, or to end the completion.
             resizes: compute 1, 2, 4, ... rows, as many as are occupied, and not one for each slot. Few take less time, but
                 a logit may be rounded differently together with other requests.
+            reproducible: also on a GPU one program draws whatever the requests are, so that others change no rounding.
         """
         self.model, self.params, self.slots = model, params, slots
         self.vocab_size, self.max_stops, self.slides = programs.known_ids(model, vocab_size), max_stops, slides
@@ -117,8 +120,10 @@ class Engine:
         self._rows: list[_Slot | None] = [None] * self._sizes[0]
         # The prompt that is being read.
         self._scratch = programs.allocate_cache(model, params, 1, columns, cache_dtype)
-        self._is_on_gpu = programs.is_on_gpu(self._scratch)
-        self._chunk = programs.gpu_chunk_size(columns) if self._is_on_gpu else programs.chunk_size(model)
+        is_on_gpu = {device.platform for device in jax.tree.leaves(self._scratch)[0].devices()} == {"gpu"}
+        gpu_chunk = GPU_CHUNK if columns <= 16 * GPU_CHUNK else CHUNK  # scores of a chunk and all columns take memory
+        self._chunk = math.gcd(columns, gpu_chunk) if is_on_gpu else chunk_size(model)
+        self._has_plain = is_on_gpu and not reproducible  # `decode_plain` draws where it can
         self._state = programs.DecodeState(
             programs.allocate_cache(model, params, self._sizes[0], columns, cache_dtype),
             programs.allocate_rows(jax.tree.leaves(params)[0], self._sizes[0], max_stops, self.vocab_size),
@@ -154,7 +159,7 @@ class Engine:
                 self.submit(Request(prompt=read, key=jax.random.key(0), max_new_tokens=1, top_logprobs=0))
             self.finish_reading()
             self.decode(1)
-            for end in range(1, self._columns * self._is_on_gpu, programs.GPU_COLUMNS):  # many find theirs compiled
+            for end in range(1, self._columns * self._has_plain, programs.GPU_COLUMNS):  # many find theirs compiled
                 self._draw_plain(min(PLAIN_STEPS), end, True)
                 self._draw_plain(min(PLAIN_STEPS), end, False)
             self._state = programs.release(self._state, np.int32(0))
@@ -245,7 +250,7 @@ class Engine:
     def _draw(self, running: list[tuple[int, _Slot]], burst: int) -> programs.Drawn:
         """Draw up to `burst` tokens in each row that runs, by the program that a GPU has for plain requests if it may."""
         left = max(found.left for _, found in running)
-        if self._is_on_gpu and burst >= min(PLAIN_STEPS) and all(found.request.is_plain for _, found in running):
+        if self._has_plain and burst >= min(PLAIN_STEPS) and all(found.request.is_plain for _, found in running):
             # The loop may go past the end of all, for so many steps that one program does for many lengths.
             steps = next(n for n in PLAIN_STEPS if n <= min(burst, 2 * left + 8))
             last = max(len(found.tokens) - 1 - found.first for _, found in running)
@@ -407,6 +412,7 @@ def _decode(
         columns=cache_columns(model, next_bucket(decoding.bucket, max(map(len, ids)) + decoding.max_new_tokens)),
         max_stops=next_bucket(4, len(decoding.stop_tokens)),
         slides=True,
+        reproducible=decoding.slots is not None,
     )
     keys, waiting, running = prompt_keys(key, ids), list(range(len(ids)))[::-1], {}
     tokens, logprobs = [[] for _ in ids], [[] for _ in ids]

@@ -65,13 +65,6 @@ class SamplingRows(flax.struct.PyTreeNode):
         drawn_B = jax.lax.cond(all_greedy, lambda: likeliest_B, lambda: draw(self._softmax(logits_BV), keys_B))
         return jnp.where(self.is_greedy_B, likeliest_B, drawn_B)
 
-    def draw_plain(self, logits_BV: jax.Array, keys_B: jax.Array | None) -> jax.Array:
-        """Draw like `draw` for rows that are greedy or have a temperature, and nothing else. No keys: all are greedy."""
-        likeliest_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-        if keys_B is None:
-            return likeliest_B
-        return jnp.where(self.is_greedy_B, likeliest_B, draw(jax.nn.softmax(self._heat(logits_BV), axis=-1), keys_B))
-
     def probabilities(self, logits_BV: jax.Array, seen_BV: jax.Array | None = None) -> jax.Array:
         """Return the distribution that tokens are drawn from, [B, V].
 
@@ -107,12 +100,9 @@ class SamplingRows(flax.struct.PyTreeNode):
             logits_BV = jax.lax.cond(is_wanted, step, lambda logits_BV, _: logits_BV, logits_BV, seen_BV)
         return logits_BV
 
-    def _heat(self, logits_BV: jax.Array) -> jax.Array:
-        return logits_BV / jnp.maximum(self.temperature_B, COLDEST)[:, None]
-
     def _softmax(self, logits_BV: jax.Array) -> jax.Array:
         """Return the distribution after temperature and the other filters."""
-        logits_BV = self._heat(logits_BV)
+        logits_BV = logits_BV / jnp.maximum(self.temperature_B, COLDEST)[:, None]
         top_k_B = jnp.minimum(self.top_k_B, logits_BV.shape[-1])
         for wanted, keep, value_B in (
             (top_k_B < logits_BV.shape[-1], keep_top_k, top_k_B),

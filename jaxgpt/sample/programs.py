@@ -10,7 +10,6 @@ import collections
 import functools
 import hashlib
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -23,10 +22,11 @@ from jax.typing import ArrayLike
 
 from jaxgpt.config.validate import LARGEST_SIZE, short
 from jaxgpt.errors import UserError
+from jaxgpt.layers.gpu import with_gpu_forms
 from jaxgpt.layers.kernels.cached import LayerCache, put_tokens
 from jaxgpt.model import GPT, GPTConfig
 from jaxgpt.sample import Precision, Sampling
-from jaxgpt.sample.filters import SamplingRows
+from jaxgpt.sample.filters import SamplingRows, draw
 from jaxgpt.sample.quantize import apply_model, decode_module, unstack_layers
 
 LOG = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ Cache = Any  # linen's collection "cache", or the tokens of a model without one:
 MAX_TOP = 20  # most alternatives with log-probabilities in a request, as in OpenAI's interface
 NO_STOP = -1  # pads stop tokens, and is never drawn
 CHUNK = 64  # tokens of a prompt that are read at a time: on two CPU cores 256 are no faster for each token
-GPU_CHUNK = 512  # the same on a GPU, where a pass over a few tokens waits for its launches
+GPU_CHUNK = 512  # the same on a GPU, whose passes over fewer wait for launches
 GPU_COLUMNS = 256  # fewest that `decode_plain` reads: attention to so many is one kernel
 DEEP = 16  # blocks from which on the start of a program on CPU counts more than its speed with prompts
 BLOCK = 128  # columns of the cache that attention reads at a time on CPU: 64 cost a fifth of the speed at 8 rows
@@ -91,11 +91,6 @@ def chunk_size(model: GPT) -> int:
     return min(CHUNK, model.config.block_size)
 
 
-def gpu_chunk_size(columns: int) -> int:
-    """Return the same for a GPU, where it divides the cache's columns. Scores of a chunk and all columns take memory."""
-    return math.gcd(columns, GPU_CHUNK if columns <= 16 * GPU_CHUNK else CHUNK)
-
-
 def cache_columns(model: GPT, tokens: int | None = None) -> int:
     """Return the number of columns that hold `tokens` tokens, rounded up to whole blocks. None means the context."""
     block_size, chunk = model.config.block_size, chunk_size(model)
@@ -142,11 +137,6 @@ def allocate_cache(model: GPT, params: dict, batch: int, columns: int, dtype: Pr
         return x.clear(dtype or model.dtype, context=min(model.config.block_size, columns), block=block)
 
     return jax.tree.map(clear, jax.eval_shape(make, params), is_leaf=_is_layer)
-
-
-def is_on_gpu(cache: Cache) -> bool:
-    """Return whether a GPU has a cache."""
-    return next(iter(jax.tree.leaves(cache)[0].devices())).platform == "gpu"
 
 
 def is_columns(cache: Cache) -> bool:
@@ -354,17 +344,6 @@ def release(state: DecodeState, slot: jax.Array) -> DecodeState:
     return state.replace(rows=state.rows.replace(left_B=state.rows.left_B.at[slot].set(0)))
 
 
-def _read_last(
-    model: GPT, params: dict, cache: Cache, rows: Rows, active_B: jax.Array
-) -> tuple[Cache, jax.Array, jax.Array]:
-    """Read the last token of each slot. Return the cache, the logits and the keys of the next draw."""
-    # A slot without a request reads a token at position 0, which nothing reads.
-    positions_B = jnp.where(active_B, rows.position_B, 0)
-    x_B1D, cache = read(model, params, cache, rows.token_B[:, None], positions_B[:, None])
-    logits_BV = apply_model(model, params, x_B1D, method="unembed")[:, 0, : rows.seen_BV.shape[1]]
-    return cache, logits_BV, jax.vmap(jax.random.fold_in)(rows.keys_B, rows.drawn_B)
-
-
 @functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
 def decode(
     model: GPT, params: dict, state: DecodeState, steps: jax.Array, burst: int, allowed_BW: jax.Array
@@ -389,7 +368,11 @@ def decode(
         number, state, drawn = carry
         rows, active_B = state.rows, is_active(state.rows)
         drawn_so_far = drawn.tokens_BN, drawn.logprobs_BN, drawn.top_ids_BNA, drawn.top_logprobs_BNA
-        cache, logits_BV, keys_B = _read_last(model, params, state.cache, rows, active_B)
+        # A slot without a request reads a token at position 0, which nothing reads.
+        positions_B = jnp.where(active_B, rows.position_B, 0)
+        x_B1D, cache = read(model, params, state.cache, rows.token_B[:, None], positions_B[:, None])
+        logits_BV = apply_model(model, params, x_B1D, method="unembed")[:, 0, :V]
+        keys_B = jax.vmap(jax.random.fold_in)(rows.keys_B, rows.drawn_B)
         token_B = rows.sampling.draw(jnp.where(may_be_BV, logits_BV, -jnp.inf), keys_B, rows.seen_BV)
         stopped_B = active_B & (token_B[:, None] == rows.stops_BE).any(axis=1)
         marked_B = jnp.where(active_B, token_B, V)  # out of range: dropped
@@ -428,42 +411,43 @@ def decode(
 def decode_plain(
     model: GPT, params: dict, state: DecodeState, steps: int, columns: int, greedy: bool
 ) -> tuple[DecodeState, Drawn]:
-    """Do what `decode` does where all slots that draw are greedy or have a temperature, and nothing else.
+    """Do what `decode` does if all slots that draw are greedy or have a temperature, and nothing else.
 
-    A GPU runs the loop, whose length is known, without the host. A slot that has ended goes through the rest of it.
-    Nobody reads `seen_BV` and log-probabilities of such slots, so neither is written.
+    A GPU runs the loop, whose length is known, without the host. A slot that ends goes through the rest of it, and is
+    left as no one reads it. So are `seen_BV` and log-probabilities, which such slots do not need.
 
-    columns: of the cache, as many as positions after the last step, or all. greedy: whether all that draw are.
+    columns: how many attention reads, above all positions after the last step, or all. greedy: whether all are.
     """
-    model, params = unstack_layers(model, params)
 
     def set_live(cache: Cache, columns: int | None) -> Cache:
         return jax.tree.map(lambda x: x.replace(live=columns) if _is_layer(x) else x, cache, is_leaf=_is_layer)
 
-    rows, room_B = state.rows, model.config.block_size - state.rows.position_B
-    limit_B = rows.left_B if has_unbounded_positions(model) else jnp.minimum(rows.left_B, room_B)
-    limit_B = jnp.clip(limit_B, 0, steps)
-
     def step(i: jax.Array, carry: tuple[Cache, jax.Array, jax.Array]) -> tuple[Cache, jax.Array, jax.Array]:
         cache, token_B, tokens_NB = carry
-        now = rows.replace(token_B=token_B, position_B=rows.position_B + i, drawn_B=rows.drawn_B + i)
-        cache, logits_BV, keys_B = _read_last(model, params, cache, now, i < limit_B)
-        token_B = rows.sampling.draw_plain(logits_BV, None if greedy else keys_B)
+        positions_B = jnp.where(i < limit_B, rows.position_B + i, 0)
+        x_B1D, cache = read_tokens(model, params, cache, token_B[:, None], positions_B[:, None])
+        logits_BV = apply_model(model, params, x_B1D, method="unembed")[:, 0, : rows.seen_BV.shape[1]]
+        token_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+        if not greedy:
+            weights_BV = jax.nn.softmax(logits_BV / rows.sampling.temperature_B[:, None], axis=-1)
+            keys_B = jax.vmap(jax.random.fold_in)(rows.keys_B, rows.drawn_B + i)
+            token_B = jnp.where(rows.sampling.is_greedy_B, token_B, draw(weights_BV, keys_B))
         # A slice would be copied outside of the CUDA graph that all else is.
         return cache, token_B, jnp.where(number_N1 == i, token_B[None], tokens_NB)
 
-    number_N1 = jnp.arange(steps)[:, None]
+    model, params = unstack_layers(model, params)
+    rows, number_N1 = state.rows, jnp.arange(steps)[:, None]
+    # XLA's norm of several rows is one kernel, of one row three.
+    read_tokens = with_gpu_forms(read) if len(rows.left_B) == 1 else read
+    room_B = model.config.block_size - rows.position_B
+    limit_B = rows.left_B if has_unbounded_positions(model) else jnp.minimum(rows.left_B, room_B)
+    limit_B = jnp.clip(limit_B, 0, steps)
     carry = set_live(state.cache, columns), rows.token_B, jnp.zeros((steps, len(limit_B)), jnp.int32)
-    cache, _, tokens_NB = jax.lax.fori_loop(0, steps, step, carry)
-    stops_NB = (tokens_NB[:, :, None] == rows.stops_BE[None]).any(axis=-1)
-    count_B = jnp.minimum(limit_B, jnp.where(stops_NB, number_N1, steps).min(axis=0))
-    stopped_B = count_B < limit_B
-    drawn_B = count_B + stopped_B
-    last_B = jnp.take_along_axis(tokens_NB, jnp.maximum(drawn_B - 1, 0)[None], axis=0)[0]
+    cache, token_B, tokens_NB = jax.lax.fori_loop(0, steps, step, carry)
+    is_stop_NB = (tokens_NB[:, :, None] == rows.stops_BE[None]).any(axis=-1)
+    count_B = jnp.minimum(limit_B, jnp.where(is_stop_NB, number_N1, steps).min(axis=0))
+    left_B = jnp.where(count_B == steps, rows.left_B - steps, 0)
     rows = rows.replace(
-        token_B=jnp.where(drawn_B > 0, last_B, rows.token_B),
-        position_B=rows.position_B + drawn_B,
-        left_B=jnp.where(stopped_B, 0, rows.left_B - drawn_B),
-        drawn_B=rows.drawn_B + drawn_B,
+        token_B=token_B, position_B=rows.position_B + steps, left_B=left_B, drawn_B=rows.drawn_B + steps
     )
-    return DecodeState(set_live(cache, None), rows), Drawn(count_B, stopped_B, tokens_NB.T)
+    return DecodeState(set_live(cache, None), rows), Drawn(count_B, count_B < limit_B, tokens_NB.T)

@@ -219,10 +219,11 @@ class DecodeMatrix(flax.struct.PyTreeNode):
 
 def _matmul_on_gpu(matrix: DecodeMatrix, x_UD: jax.Array) -> jax.Array:
     """Convert int8 weights as they are read, and no input: a GPU waits for memory, and for each kernel."""
-    F, dtype = len(matrix.scale_F), matrix.values_FD.dtype
-    dtype = x_UD.dtype if dtype == jnp.int8 else dtype
-    y_UF = jnp.dot(x_UD.astype(dtype), matrix.values_FD.T.astype(dtype), preferred_element_type=jnp.float32)[:, :F]
-    return y_UF * matrix.scale_F[None] if matrix.values_FD.dtype == jnp.int8 else y_UF
+    is_int8 = matrix.values_FD.dtype == jnp.int8
+    dtype = x_UD.dtype if is_int8 else matrix.values_FD.dtype
+    y_UF = jnp.dot(x_UD.astype(dtype), matrix.values_FD.T.astype(dtype), preferred_element_type=jnp.float32)
+    y_UF = y_UF[:, : len(matrix.scale_F)]
+    return y_UF * matrix.scale_F[None] if is_int8 else y_UF
 
 
 def _matmul(matrix: DecodeMatrix, x_UD: jax.Array) -> jax.Array:

@@ -109,10 +109,9 @@ def test_a_loop_of_known_length_draws_the_same(monkeypatch, kind):
     options = {name: kind[name] for name in ("cache_dtype", "resizes") if name in kind}
     fields = {name: value for name, value in kind.items() if name not in options}
     model, params = make_model(dataclasses.replace(CONFIG, **fields))
-    params, engines, calls = jax.tree.map(lambda x: 5.0 * x, params), [], []
-    for is_on_gpu in (False, True):
-        monkeypatch.setattr(programs, "is_on_gpu", lambda cache, answer=is_on_gpu: answer)
-        engines.append(Engine(model, params, slots=SLOTS, slides=True, **options))
+    params, calls = jax.tree.map(lambda x: 5.0 * x, params), []
+    engines = [Engine(model, params, slots=SLOTS, slides=True, **options) for _ in range(2)]
+    engines[1]._has_plain = True
     decode_plain = programs.decode_plain
     monkeypatch.setattr(programs, "decode_plain", lambda *args: calls.append(args[3:]) or decode_plain(*args))
     for burst, seed in ((8, 3), (64, 4), (13, 5)):
