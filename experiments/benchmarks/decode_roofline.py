@@ -95,7 +95,8 @@ def main() -> None:
         program = compile_program(lower(device, *case))
         kernels, size = per_token(program, 1 if case[-1] == "any" else BURST)
         waits = program.others.count("kWhile"), program.others.count("kConditional")
-        print("|", *case, kernels, round(size / 1e6), program.graphs, *waits, "|", sep=" | ", flush=True)
+        row = *case, kernels, round(size / 1e6), program.graphs, *waits
+        print(f"| {' | '.join(map(str, row))} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -424,8 +424,8 @@ def decode_plain(
 
     def step(i: jax.Array, carry: tuple[Cache, jax.Array, jax.Array]) -> tuple[Cache, jax.Array, jax.Array]:
         cache, token_B, tokens_NB = carry
-        positions_B = jnp.where(i < limit_B, rows.position_B + i, 0)
-        x_B1D, cache = read_tokens(model, params, cache, token_B[:, None], positions_B[:, None])
+        positions_B1 = jnp.where(i < limit_B, rows.position_B + i, 0)[:, None]
+        x_B1D, cache = read_tokens(model, params, cache, token_B[:, None], positions_B1)
         logits_BV = apply_model(model, params, x_B1D, method="unembed")[:, 0, : rows.seen_BV.shape[1]]
         token_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
         if not greedy:

@@ -155,6 +155,7 @@ def test_as_many_rows_are_computed_as_are_occupied(monkeypatch):
 @pytest.mark.parametrize("resizes", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_after_the_warm_up_nothing_compiles(resizes):
     engine = Engine(*long(), slots=2, prefix_bytes=10**6, resizes=resizes)
+    engine._has_plain = resizes
     engine.warm_up()
     wanted = [
         dataclasses.replace(request, prompt=(request.prompt * 4)[: 4 * C - number])
