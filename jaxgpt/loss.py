@@ -121,8 +121,9 @@ def next_token_loss(
         mask_BT = jnp.ones(targets_BT.shape, bool)
     targets_BT = jnp.where(mask_BT, targets_BT, 0)
     logits_BTV = logits_BTV.astype(jnp.float32)
+    picked_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1).take(0, axis=-1)
     log_sum_BT = log_sum_exp(logits_BTV)
-    nats_BT = log_sum_BT - jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
+    nats_BT = log_sum_BT - picked_BT
     if smoothing:
         nats_BT = (1.0 - smoothing) * nats_BT + smoothing * (log_sum_BT - logits_BTV.mean(axis=-1))
     return jnp.sum(nats_BT, where=mask_BT), jnp.sum(mask_BT, dtype=jnp.float32)

@@ -27,6 +27,11 @@ sys.path[:0] = [sys.argv[1], sys.argv[1] + "/benchmarks"]
 from gpt2_124m import experiment as gpt2_124m
 from jaxgpt.errors import UserError
 from jaxgpt.tools.plan import plan as plans
+from gpu.setting import Setting
+from gpu.steps import gpt2_experiment
+from jaxgpt.parallel.trainer import make_trainer
+from jaxgpt.tools.plan.topology import topology_devices
+from roofline import compile_program
 from traffic import count_products, read_traffic
 
 texts = []
@@ -57,6 +62,9 @@ found = dict(
     heads=plan("h200:1", batch_size=8, model=small | dict(n_head=1)),
     large=plan("rtx6000pro:1", batch_size=1, model=small | dict(n_embd=1024, n_head=8, vocab_size=2**24)),
 )
+step = compile_program(make_trainer(gpt2_experiment(Setting(), 1024), topology_devices("h100:1")).lower())
+found["step"] = dict(bytes=step.bytes, launches=step.launches, temporaries=step.temporaries, graphs=step.graphs)
+found["step"]["others"] = step.others
 print(json.dumps(found))
 """
 
@@ -118,6 +126,13 @@ def test_the_loop_over_micro_batches_is_not_pipelined(found):
     """XLA would repeat the forward pass for it."""
     kernels, calls = found["unscanned"]["kernels"], 2 * found["unscanned"]["accumulation"]
     assert kernels["cuDNN attention forward"] == kernels["cuDNN attention backward"] == calls == 10
+
+
+def test_a_step_on_an_h100_is_one_graph_and_moves_no_more_than_its_forms_need(found):
+    """GPT-2 124M, 32 x 1,024. Each form of `layers.gpu` that is gone, or merged products of q and k, add 2 GB or more."""
+    step = found["step"]
+    assert (step["graphs"], step["others"]) == (1, [])
+    assert step["bytes"] <= 95.5e9 and step["launches"] <= 800 and step["temporaries"] <= 13 * 2**30
 
 
 @pytest.mark.parametrize(
