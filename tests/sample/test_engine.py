@@ -94,44 +94,32 @@ def test_log_probabilities_and_alternatives_are_the_models():
         assert dict(best)[token] == logprob  # of three that could be drawn, among the best four
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        dict(position="rope", sliding_window=5, cache_dtype="int8"),
-        dict(position="learned"),
-        pytest.param(dict(position="none", resizes=True), marks=pytest.mark.slow),
-    ],
-    ids=lambda kind: kind["position"],
-)
-def test_a_loop_of_known_length_draws_the_same(monkeypatch, kind):
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_a_loop_of_known_length_draws_the_same(monkeypatch, position):
     """It is a GPU's, for requests that are greedy or have a temperature. Others take the turns that they need."""
-    monkeypatch.setattr(programs, "GPU_COLUMNS", 16)
-    options = {name: kind[name] for name in ("cache_dtype", "resizes") if name in kind}
-    fields = {name: value for name, value in kind.items() if name not in options}
-    model, params = make_model(dataclasses.replace(CONFIG, **fields))
-    params, calls = jax.tree.map(lambda x: 5.0 * x, params), []
-    engines = [Engine(model, params, slots=SLOTS, slides=True, **options) for _ in range(2)]
+    monkeypatch.setattr(programs, "GPU_COLUMNS", 32)
+    slides = position == "rope"
+    model, params = make_model(dataclasses.replace(CONFIG, position=position, sliding_window=5 if slides else None))
+    params, dtype = jax.tree.map(lambda x: 5.0 * x, params), "int8" if slides else "float32"
+    engines = [Engine(model, params, slots=SLOTS, slides=True, cache_dtype=dtype) for _ in range(2)]
     engines[1]._has_plain = True
-    decode_plain = programs.decode_plain
+    decode_plain, calls = programs.decode_plain, []
     monkeypatch.setattr(programs, "decode_plain", lambda *args: calls.append(args[3:]) or decode_plain(*args))
+    plain = [Sampling(), Sampling(greedy=True), Sampling(temperature=1.5)]
     for burst, seed in ((8, 3), (64, 4), (13, 5)):
-        rng = np.random.default_rng(seed)
-        plain = [Sampling(), Sampling(greedy=True), Sampling(temperature=1.5)]
-        wanted = [
-            dataclasses.replace(
-                request,
-                prompt=request.prompt[:burst],
-                sampling=request.sampling if rng.random() < 0.1 else plain[rng.integers(3)],
-                top_logprobs=None if rng.random() < 0.95 else 2,
-                max_new_tokens=int(rng.integers(1, 1.5 * C)),
-                stop_tokens=[3, 7] if rng.random() < 0.3 else [],
+        rng, wanted = np.random.default_rng(seed), []
+        for request in requests(12, seed):
+            is_plain = rng.random() < 0.9
+            sampling = plain[rng.integers(3)] if is_plain else request.sampling
+            drawn = dict(
+                sampling=sampling, top_logprobs=None if is_plain else 2, max_new_tokens=int(rng.integers(1, 96))
             )
-            for request in requests(12, seed)
-        ]
+            wanted.append(dataclasses.replace(request, prompt=request.prompt[:burst], **drawn))
         general, static = (serve(engine, wanted, burst) for engine in engines)
         assert [(tokens, finish) for tokens, *_, finish in static] == [(t, finish) for t, *_, finish in general]
-    assert {steps for steps, _, _ in calls} == {8, 64} and {greedy for *_, greedy in calls} == {False, True}
-    assert {columns for _, columns, _ in calls} == {16, 32, C}
+        assert {finish for *_, finish in static} == {"length", "stop"}
+    steps, columns, greedy = map(set, zip(*calls, strict=True))
+    assert (steps, columns, greedy) == ({8, 64}, {32, C}, {False, True})
 
 
 @pytest.mark.slow

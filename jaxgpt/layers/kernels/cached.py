@@ -112,8 +112,8 @@ class LayerCache(flax.struct.PyTreeNode):
             new_largest = jnp.maximum(largest, jnp.where(visible, scores_BKQS, LOWEST).max(axis=-1))
             weights = jnp.where(visible, jnp.exp(scores_BKQS - new_largest[..., None]), 0.0)
             shrink = jnp.exp(largest - new_largest)
-            total = total * shrink + weights.sum(axis=-1)
-            return new_largest, total, out * shrink[..., None] + weigh(part, weights)
+            total, values = total * shrink + weights.sum(axis=-1), weigh(part, weights)
+            return new_largest, total, out * shrink[..., None] + values
 
         if self.live is not None:
             part = jax.tree.map(lambda x: x[:, :, : self.live], self)
@@ -127,9 +127,8 @@ class LayerCache(flax.struct.PyTreeNode):
             else:
                 used = jnp.minimum(positions_BT.max() + 1, S)
                 _, total, out = jax.lax.fori_loop(0, -(-used // self.block), read, sums)
-            out = (
-                out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
-            )  # a query that sees nothing gets zeros
+            # A query that sees nothing gets zeros.
+            out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
         out_BTNH = out.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
         return out_BTNH.astype(q_BTNH.dtype)
 
