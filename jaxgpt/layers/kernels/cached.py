@@ -35,7 +35,7 @@ class LayerCache(flax.struct.PyTreeNode):
     v_scale_BKS: jax.Array | None = None
     context: int = flax.struct.field(pytree_node=False, kw_only=True)  # tokens that a query attends to, at most S
     block: int = flax.struct.field(pytree_node=False, kw_only=True)  # columns that are read at a time. It divides S
-    # columns, the first, that are read at once. None means the blocks that are used
+    # the first columns, which are read at once. None means the blocks that are used
     live: int | None = flax.struct.field(pytree_node=False, kw_only=True, default=None)
     __repr__ = short_repr
 
@@ -69,7 +69,8 @@ class LayerCache(flax.struct.PyTreeNode):
         """Compute `plain_attention` over the tokens up to each query's position: out_BTNH.
 
         Columns are read in blocks with a running softmax (Milakov and Gimelshein 2018, arXiv:1805.02867). The
-        time thus grows with the tokens in the cache, not with its size, and the bits depend on neither.
+        time thus grows with the tokens in the cache, not with its size, and the bits depend on neither. `live` columns
+        are read by a plain softmax, which XLA makes one kernel on a GPU.
 
         Args:
             q_BTNH: queries.
