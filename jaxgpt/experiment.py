@@ -11,15 +11,7 @@ import itertools
 from typing import Annotated, Literal
 
 from jaxgpt.config.serialize import Checked
-from jaxgpt.config.validate import (
-    LARGEST_SIZE,
-    Interval,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
-    Size,
-    short,
-)
+from jaxgpt.config.validate import LARGEST_SIZE, Interval, NonNegativeFloat, NonNegativeInt, PositiveInt, Size, short
 from jaxgpt.data.dataset import DataConfig
 from jaxgpt.errors import UserError
 from jaxgpt.lora import LoraConfig

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import io
 import json
@@ -15,10 +14,12 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from jaxgpt.errors import UserError, reason_of
 
+Json = dict[str, Any]  #: an object of JSON
+Say = Callable[[str], None]  #: takes a line of text for the user
 GENERATOR = '<meta name="generator" content="jaxgpt">'  # at the head of every page that we write
 
 
@@ -81,21 +82,15 @@ def read_json(path: str | Path, most: int) -> Any:
     return parse_json(read_bytes(path, most), str(path))
 
 
-def render_json(
-    value: Any,
-    *,
-    indent: int | None = None,
-    ensure_ascii: bool = True,
-    not_finite: Callable[[float], Any] = lambda number: None,
-) -> str:
-    """Return a value as strict JSON: `not_finite` replaces NaN and Infinity, by default with null."""
+def render_json(value: Any, *, indent: int | None = None, ensure_ascii: bool = True) -> str:
+    """Return a value as strict JSON, in which NaN and Infinity are null."""
 
     def strict(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: strict(inner) for key, inner in value.items()}
         if isinstance(value, list | tuple):
             return [strict(inner) for inner in value]
-        return not_finite(value) if isinstance(value, float) and not math.isfinite(value) else value
+        return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps(strict(value), indent=indent, ensure_ascii=ensure_ascii, allow_nan=False)
 
@@ -130,8 +125,7 @@ def parse_json(raw: str | bytes, where: str, **hooks: Any) -> Any:
         raise UserError(f"{where} is damaged: {e}") from None
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """What a command found: JSON for programs and a text for people."""
 
     value: Any

@@ -68,8 +68,8 @@ def holm_levels(p_values: ArrayLike, level: float = 1 - CONFIDENCE) -> np.ndarra
     return levels
 
 
-def count_pairs_needed(deviation: float, difference: float, *, level: float, power: float = 0.8) -> int:
-    """Return how many pairs a paired t-test needs to find a true difference with that power.
+def count_pairs_needed(deviation: float, difference: float, *, level: float) -> int:
+    """Return how many pairs a paired t-test needs to find a true difference in 80% of cases.
 
     This is the normal approximation with Guenther's correction for Student's t (The American Statistician 35, 1981,
     243-244). It differs from the noncentral t distribution by one pair at most, at levels from 0.005 on.
@@ -77,9 +77,8 @@ def count_pairs_needed(deviation: float, difference: float, *, level: float, pow
     Args:
         deviation: standard deviation of the differences between pairs.
         level: two-sided significance level.
-        power: probability of finding the difference.
     """
     from scipy.special import ndtri
 
     z = ndtri(1 - level / 2)
-    return max(2, math.ceil(((z + ndtri(power)) * deviation / difference) ** 2 + z**2 / 2))
+    return max(2, math.ceil(((z + ndtri(0.8)) * deviation / difference) ** 2 + z**2 / 2))

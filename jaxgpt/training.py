@@ -35,7 +35,7 @@ from jaxgpt.parallel.jax_setup import configure_jax, first_device
 from jaxgpt.parallel.limits import check_memory
 from jaxgpt.parallel.profile import StepProfiler, parse_steps
 from jaxgpt.parallel.signals import catch_signals
-from jaxgpt.parallel.strategy import ONE_DEVICE, StepFn
+from jaxgpt.parallel.strategy import StepFn
 from jaxgpt.parallel.trainer import IN_FLIGHT, Trainer, gather_params, make_trainer, mean_loss
 from jaxgpt.runs import checks
 from jaxgpt.runs.bucket import Bucket, address_of, name_of
@@ -269,9 +269,10 @@ class Training:
         return f"To continue: {shell_line('jaxgpt', 'train', '--run-dir', name_of(self.directory))}"
 
     def start_compiling(self, start: int) -> StepFn:
-        """Compile the step in a thread, if one device takes it. Return a step that waits for it."""
+        """Compile the step in a thread, in a single process. Return a step that waits for it."""
         trainer = self.trainer
-        if start == self.experiment.train.steps or trainer.strategy.name != ONE_DEVICE:
+        # Several processes tune kernels of GPUs together, which nobody has tried from two threads.
+        if start == self.experiment.train.steps or multihost.is_multiprocess():
             return trainer.train_step
         pool = ThreadPoolExecutor(1)
         compiled = pool.submit(trainer.lower().compile)
@@ -286,9 +287,11 @@ class Training:
             params = self.weights().read(like.params if frozen is None else thawed_shapes(frozen))
         if not step:
             params = None if params is None else from_checkpoint(params)
-            return self.trainer.init_state(self.keys[0], params)
+            with self.trainer.draw_by_kernel():
+                return self.trainer.init_state(self.keys[0], params)
         if params is not None:
-            frozen = jax.jit(freeze, static_argnums=0)(self.experiment.lora, params)
+            places = jax.tree.map(lambda x: x.sharding, frozen)  # as the step is compiled for
+            frozen = jax.jit(freeze, static_argnums=0, out_shardings=places)(self.experiment.lora, params)
         state = dataclasses.replace(self.checkpoints.restore(step, like), frozen_params=frozen)
         return from_checkpoint(state)
 

@@ -5,21 +5,15 @@ import os
 import shutil
 from pathlib import Path
 
-import numpy as np
-
 from tests.bad_models import prepare_models
 from tests.conftest import TEXT
 
-DEEP = "[" * 100_000
 GOOD = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}) + "\n"
 FILES: dict[str, str | bytes] = {
     "t.txt": TEXT,
     "latin1.txt": "año de la lanza ".encode("latin-1") * 50,
     "short.txt": "too short",
-    "medium.txt": "long enough to train on, " * 20,
     "half.jsonl": GOOD + GOOD[:20],
-    "odd.bin": np.arange(500, dtype=np.uint16).tobytes()[:-1],
-    "tokenizer_deep.json": DEEP,
     "syntax.py": "experiment = (\n",
     "raises.py": "x = 1\nraise RuntimeError('no luck')\n",
     "with a file/notes.md": "not a run",
@@ -40,22 +34,15 @@ def prepare_place(place: Path, run: Path) -> None:
 
 def _runs(place: Path) -> None:
     good = place / "runs/tiny"
-    record = json.loads((good / "experiment.json").read_text())
+    whole = (good / "experiment.json").read_text()
+    record = json.loads(whole)
     changed = json.dumps(record | {"vocab_size": record["vocab_size"] + 1})
     del record["sha256"]  # what is not told by it has to be told without
     e = record["experiment"]
     wide = json.dumps(record | {"experiment": e | {"model": e["model"] | {"n_embd": 2**60}}})
-    texts = {"half": json.dumps(record)[:200], "changed": changed, "width": wide, "pipe": None}
-    for name in (*texts, "no_checkpoint", "other_tokenizer"):
+    texts = {"half": json.dumps(record)[:200], "changed": changed, "width": wide, "no_checkpoint": whole}
+    for name, text in texts.items():
         directory = place / "broken" / name
         directory.mkdir(parents=True)
-        shutil.copy(good / "experiment.json", directory)
+        (directory / "experiment.json").write_text(text)
         shutil.copy(good / "tokenizer.json", directory)
-        if text := texts.get(name):
-            (directory / "experiment.json").write_text(text)
-    (place / "broken/other_tokenizer/tokenizer.json").write_text('{"jaxgpt": "byte"}')
-    (place / "broken/pipe/experiment.json").unlink()
-    os.mkfifo(place / "broken/pipe/experiment.json")
-    shutil.copytree(good, place / "broken/damaged_checkpoints")
-    for manifest in (place / "broken/damaged_checkpoints").rglob("manifest.json"):
-        manifest.write_bytes(bytes(manifest.stat().st_size))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.data.dataset import DataConfig
+from jaxgpt.data.dataset import DataConfig, open_data
 from jaxgpt.data.pipeline import Dataset, Tokens
 from jaxgpt.data.tokenizer import BPETokenizer, load_tokenizer
 from jaxgpt.experiment import Experiment, TrainConfig
@@ -24,10 +24,10 @@ from jaxgpt.layers.block import Compute
 from jaxgpt.model import GPT, GPTConfig
 from jaxgpt.optim import OptimConfig
 from jaxgpt.run import Run
-from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.checkpoint import Checkpoints, _render
 from jaxgpt.runs.directory import read_metadata, write_metadata
 from jaxgpt.runs.metrics import read_metrics
-from tests.conftest import REPOSITORY, SIZES
+from tests.conftest import REPOSITORY, SIZES, TEXT
 
 DIMS = chex.Dimensions(**SIZES)
 
@@ -55,13 +55,7 @@ def make_model(config: GPTConfig, seed: int = 0, **kwargs):
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("train", "method"))
 def apply(
-    model: GPT,
-    params: dict,
-    inputs,
-    *,
-    train: bool = False,
-    key: jax.Array | None = None,
-    method: str | None = None,
+    model: GPT, params: dict, inputs, *, train: bool = False, key: jax.Array | None = None, method: str | None = None
 ):
     """`model.apply` in one compiled program: op by op a test would compile hundreds."""
     rngs = None if key is None else {"dropout": key}
@@ -142,6 +136,15 @@ def edit_record(run: Path, change: Callable[[dict], object]) -> None:
     path.write_text(json.dumps(record))
 
 
+def edit_manifest(checkpoint: Path, change: Callable[[dict], object]) -> None:
+    """Change a manifest and seal it again, as somebody who sends a run could."""
+    path = checkpoint / "manifest.json"
+    body = json.loads(path.read_bytes())
+    del body["sha256"]
+    change(body)
+    path.write_text(_render(body))
+
+
 def logged(run: Path) -> list[dict]:
     """What a run logs, but for its clock."""
     clock = ("seconds", "tokens_per_second")
@@ -188,6 +191,11 @@ def chat_file(directory: Path) -> Path:
     return path
 
 
+def ids(split: Tokens) -> list[int]:
+    """Return all its tokens."""
+    return split.read(0, len(split)).tolist()
+
+
 def recorded_run(directory: Path, config: DataConfig, dataset: Dataset, *, block_size: int) -> Run:
     """A run that says it was trained on the dataset; it has no parameters."""
     directory.mkdir()
@@ -199,6 +207,34 @@ def recorded_run(directory: Path, config: DataConfig, dataset: Dataset, *, block
     tokenizer = load_tokenizer(directory / "tokenizer.json")
     of = dict(directory=directory, experiment=experiment, tokenizer=tokenizer, step=0, val_loss=None)
     return Run(model=model.make_model(), params={}, metadata=read_metadata(directory), **of)
+
+
+def byte_run(directory: Path, *, block_size: int) -> Run:
+    """A run of bytes with random parameters, which are in memory alone."""
+    (directory / "text.txt").write_text(TEXT * (1 + block_size // 100))
+    config = DataConfig(path=str(directory / "text.txt"), tokenizer="byte")
+    run = recorded_run(directory / "tiny", config, open_data(config, block_size=block_size), block_size=block_size)
+    return dataclasses.replace(run, params=make_model(run.model.config)[1])
+
+
+def split_by(words: str) -> dict:
+    """The pre-tokenizer of a tokenizer.json that splits by a pattern, as Llama 3's does."""
+    split = {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {"type": "Sequence", "pretokenizers": [split, level]}
+
+
+def begin_with(ids: dict[str, int]) -> dict:
+    """Return a post-processor that puts tokens before each text."""
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    single = [*({"SpecialToken": {"id": token, "type_id": 0}} for token in ids), text]
+    known = {token: {"id": token, "ids": [i], "tokens": [token]} for token, i in ids.items()}
+    return {"type": "TemplateProcessing", "single": single, "pair": [*single, text], "special_tokens": known}
+
+
+def with_words(bpe: BPETokenizer, words: str) -> BPETokenizer:
+    """The same merges with other words."""
+    return BPETokenizer(json.dumps(json.loads(bpe.to_json()) | {"pre_tokenizer": split_by(words)}))
 
 
 def run_command(
@@ -227,6 +263,12 @@ def needs(package: str, extra: str) -> pytest.MarkDecorator:
     """A mark for tests that are skipped without a package."""
     reason = f'{package} is not installed: pip install "jaxgpt[{extra}]"'
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=reason)
+
+
+def quick(names: Iterable[str], *fast: str) -> pytest.MarkDecorator:
+    """Parametrise a test by `name`, of which all but the fast ones are slow."""
+    marks = {name: () if name in fast else pytest.mark.slow for name in names}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
 
 
 def script(path: str):

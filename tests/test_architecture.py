@@ -63,7 +63,7 @@ HOMES = {
     "safetensors": ["hf.weights"],
     "gguf": ["gguf.file"],
     "huggingface_hub": ["hf.source", "hf.weights"],
-    "starlette": ["serve.app", "serve.responses", "serve.server"],
+    "starlette": ["serve.responses", "serve.server"],
     "uvicorn": ["serve.server"],
     "lm_eval": ["tools.evaluate.tasks"],
     "pyarrow": ["tools.prepare"],

@@ -3,7 +3,6 @@
 import contextlib
 import doctest
 import functools
-import html
 import importlib
 import importlib.util
 import inspect
@@ -13,7 +12,6 @@ import runpy
 import shlex
 import subprocess
 import sys
-import urllib.parse
 
 import pytest
 
@@ -203,23 +201,3 @@ def test_the_site_builds_without_a_warning(tmp_path):
     text = re.sub("<[^>]+>", "", reference)
     garbled = ("Alias for field number", "gt=None", "ForwardRef", "builtins.", "locals&gt;", "\nType:")
     assert [words for words in garbled if words in text] == []
-    check_links(tmp_path / "site")
-
-
-def check_links(site):
-    """Every link within the site leads to a page, and its anchor to an element of that page."""
-    pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
-    anchors = {page: set(re.findall(r' (?:id|name)="([^"]+)"', text)) for page, text in pages.items()}
-    for page, text in pages.items():
-        for link in set(re.findall(r'<a [^>]*href="([^"]+)"', text)):
-            path, _, anchor = html.unescape(link).partition("#")
-            if re.match(r"[a-z]+:", link):
-                continue
-            if "_modules" in page.parts:  # a source page knows one prefix of its names: those of jaxgpt, or its own
-                anchor = ""
-            target = (page.parent / path).resolve() if path else page
-            assert target.exists(), (page.name, link)
-            assert not anchor or target not in anchors or urllib.parse.unquote(anchor) in anchors[target], (
-                page.name,
-                link,
-            )

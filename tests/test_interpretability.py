@@ -10,8 +10,8 @@ import pytest
 
 from jaxgpt.interventions import logit_lens, run
 from jaxgpt.sample.quantize import unstack_layers
-from tests.helpers import import_pages
-from tests.interventions.test_edits import CONFIGS, TOKENS, make, quick
+from tests.helpers import import_pages, quick
+from tests.interventions.test_edits import CONFIGS, TOKENS, make
 
 analyses, study = import_pages("interpretability", "analyses", "inspect_run")
 
@@ -21,7 +21,7 @@ PRE = {
 }
 
 
-@quick(PRE, default="offset")
+@quick(PRE, "offset")
 def test_contributions_sum_to_the_difference_of_the_logits(name):
     model, params = make(PRE[name])
     found = analyses.logit_attribution(model, params, TOKENS[0], 3, 5)

@@ -21,15 +21,15 @@ from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from jaxgpt.tools.replay import replay
 from jaxgpt.train import TrainState
 from jaxgpt.training import fit
-from tests.helpers import replace_fields, tiny_experiment
+from tests.helpers import logged, replace_fields, tiny_experiment
 
 
-def losses(directory):
-    return [(x["step"], x["loss"]) for x in read_metrics(directory / "metrics.jsonl") if "loss" in x]
+def losses(directory, name="loss"):
+    return [(x["step"], x[name]) for x in logged(directory) if name in x]
 
 
 def val_losses(directory):
-    return [(x["step"], x["val_loss"]) for x in read_metrics(directory / "metrics.jsonl") if "val_loss" in x]
+    return losses(directory, "val_loss")
 
 
 @pytest.fixture(scope="module")

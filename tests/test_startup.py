@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax
+import jaxlib
 import pytest
 
 from jaxgpt.parallel import jax_setup
@@ -77,12 +78,30 @@ def test_each_program_is_compiled_once_and_never_again_in_a_second_process(tmp_p
     assert warm["cache_hits"] == cold["cache_misses"] and not warm.get("cache_misses"), warm
 
 
-def test_a_resumed_run_finds_the_step_compiled():
+@pytest.fixture(scope="module")
+def trainer():
+    model = dataclasses.replace(quickstart().model, vocab_size=65)
+    return make_trainer(dataclasses.replace(quickstart(), model=model))
+
+
+def test_a_resumed_run_finds_the_step_compiled(trainer):
     """An initial state has the types of a restored one, none of them weak: otherwise the step is another program."""
-    experiment = quickstart()
-    experiment = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, vocab_size=65))
-    state = jax.eval_shape(make_trainer(experiment).init_state, jax.random.key(0))
+    state = jax.eval_shape(trainer.init_state, jax.random.key(0))
     assert [x for x in jax.tree.leaves(state) if x.weak_type] == []
+
+
+def test_bits_are_drawn_by_the_kernel_on_gpus_and_a_cpu_program_does_not_change(trainer):
+    """Lowered for a GPU, which need not be there: `init_state` rotates no bits itself."""
+
+    def lower(platform):
+        traced = trainer.init_state.trace(jax.eval_shape(jax.random.key, 0), None)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+    unrolled, on_cpu = lower("cuda"), lower("cpu")
+    with trainer.draw_by_kernel():
+        assert lower("cpu") == on_cpu
+        assert "@cu_threefry2x32_ffi" in lower("cuda") and "shift_left" not in lower("cuda")
+    assert "shift_left" in unrolled and lower("cuda") == unrolled
 
 
 def test_the_cache_of_compiled_programs_is_bounded_and_the_users_alone(tmp_path, monkeypatch, private_cache):
@@ -90,8 +109,35 @@ def test_the_cache_of_compiled_programs_is_bounded_and_the_users_alone(tmp_path,
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
     try:
         jax_setup.enable_compilation_cache()
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla")
-        assert (tmp_path / "xla").stat().st_mode & 0o777 == 0o700
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla" / jaxlib.__version__)
+        assert (tmp_path / "xla" / jaxlib.__version__).stat().st_mode & 0o777 == 0o700
         assert 2**28 <= jax.config.jax_compilation_cache_max_size <= 2**33
     finally:
         keep_compiled(private_cache)  # as it was
+
+
+KEPT = """
+import os
+import jax, jaxgpt
+from jax._src.compiler import get_compile_options
+from jaxgpt.parallel.mesh import GPU_OPTIONS
+jaxgpt.configure_jax()
+hits = []
+jax.monitoring.register_event_listener(lambda name, **_: hits.append(name.endswith("/cache_hits")))
+os.makedirs("elsewhere", exist_ok=True)
+os.chdir("elsewhere")
+jax.jit(lambda x: x + 1, compiler_options=GPU_OPTIONS)(1.0)
+options = get_compile_options(1, 1)
+print(sum(hits), options.executable_build_options.debug_options.xla_gpu_per_fusion_autotune_cache_dir)
+"""
+
+
+@pytest.mark.parametrize("named", ["", "kept"])
+def test_a_cache_that_is_named_lies_there_or_nowhere(named, tmp_path):
+    """With options for the compiler, too. Nothing is written relative to where the process is when it compiles."""
+    env = {"JAX_COMPILATION_CACHE_DIR": named, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    said = [check_command("-c", KEPT, cwd=tmp_path, **env).stdout.split() for _ in range(2)]
+    tuned = [str(tmp_path / named / "xla_gpu_per_fusion_autotune_cache_dir")] * bool(named)  # by XLA, on GPUs
+    assert said == [["0", *tuned], [str(len(tuned)), *tuned]]
+    assert {path.name for path in tmp_path.iterdir()} == {"elsewhere", named} - {""}
+    assert list((tmp_path / "elsewhere").iterdir()) == []

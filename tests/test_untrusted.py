@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgpt.config.serialize import from_dict
 from jaxgpt.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
@@ -149,46 +148,16 @@ def test_a_value_or_an_error_in_words(targets, name):
     assert set(directory.rglob("*")) <= known  # and no file but those
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=12,
-)
-LEAVES = [
-    (part, field)
-    for part, fields in dataclasses.asdict(tiny_experiment("t.txt")).items()
-    if isinstance(fields, dict)
-    for field in fields
-]
-
-
-@given(st.sampled_from(LEAVES), JSON)
-@settings(derandomize=True, max_examples=100, deadline=None, database=None)
-def test_any_json_in_any_field(leaf, value):
-    values = dataclasses.asdict(tiny_experiment("t.txt"))
-    values[leaf[0]][leaf[1]] = value
-    try:
-        experiment = from_dict(Experiment, values)
-    except UserError as e:
-        assert len(str(e)) < 600
-    else:
-        values[leaf[0]][leaf[1]] = tuple(value) if isinstance(value, list) else value  # such as optim.horizons
-        assert dataclasses.asdict(experiment) == values
-
-
-@pytest.mark.parametrize("read", [lambda p: read_json(p, 2**20), load_tokenizer, read_metrics])
+@pytest.mark.parametrize("read", [lambda p: read_json(p, 2**20), load_tokenizer])
 def test_a_file_larger_than_memory_is_not_read(tmp_path, read):
     """100 GB of nothing, and what never ends."""
     sparse, endless = tmp_path / "sparse.json", tmp_path / "endless.json"
     with sparse.open("wb") as f:
         f.write(b"{")
-        f.truncate(10**11 if read is not read_metrics else 2**20)
+        f.truncate(10**11)
     endless.symlink_to("/dev/zero")
     tracemalloc.start()
     for path in (sparse, endless):
-        if path is sparse and read is read_metrics:
-            assert read(path) == []
-            continue
         with pytest.raises(UserError):
             read(path)
     assert tracemalloc.get_traced_memory()[1] < 200 * 2**20
@@ -197,11 +166,7 @@ def test_a_file_larger_than_memory_is_not_read(tmp_path, read):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [
-        ('{"a": 1, "a": 2}', "'a' appears twice"),
-        ("[" * 10**6, "nested too deeply"),
-        ("1" * 5000, "4300"),
-    ],
+    [('{"a": 1, "a": 2}', "'a' appears twice"), ("[" * 10**6, "nested too deeply"), ("1" * 5000, "4300")],
 )
 def test_strict_json(tmp_path, text, said):
     path = tmp_path / "x.json"
@@ -230,6 +195,9 @@ BROKEN_LINES = [
     '{"step": 1e3}',
     '{"step": 3, "loss": "x"}',
     '{"step": 3, "seconds": 1e999}',
+    '{"step": true, "loss": 1.0}',
+    '{"step": 9223372036854775808, "loss": 1.0}',
+    '{"step": 5, "val_loss": 1.0, "val_losses": {"a": "x"}}',
     "[" * 100_000,
     "9" * 5000,
     "\0\0",

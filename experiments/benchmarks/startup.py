@@ -3,10 +3,12 @@
 Question:  seconds from the start of a process, and where they go.
 Command:   python experiments/benchmarks/startup.py [--rounds 5] [--trains 3] [--json FILE]
            --peer-python PYTHON: an interpreter with transformers and torch; default: this one, if it has them
+           --topology h100:1: only compile GPT-2 124M's programs for a GPU that need not be there
 Method:    every command in a process of its own, in turns, round by round; medians, least and most. The training is
            one step of the quickstart, with its validation and its checkpoint. Cold runs have an empty JAXGPT_CACHE of
            their own. A milestone is the time from the start of the process until it is reached; tracing, lowering and
-           compiling are sums over all programs, as JAX reports them.
+           compiling are sums over all programs, as JAX reports them. For a topology, the processor time of this process,
+           with the compiler's threads and children. It takes the flags of XLA_FLAGS, and tunes nothing.
 Result:    see LOG.md.
 """
 
@@ -89,6 +91,48 @@ def trained(directory: str, cache: str) -> dict:
     return json.loads(said.splitlines()[-1])
 
 
+def processor_seconds() -> float:
+    """Return the processor time of this process and of its children that have ended."""
+    return sum(os.times()[:4])
+
+
+def compile_for(topology: str) -> None:
+    """Print the processor seconds that the programs of a start take, with micro-batches of 32, without recomputation."""
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import jax
+    import numpy as np
+    from gpt2_124m import experiment
+
+    import jaxgpt
+    from jaxgpt.config.words import replace_fields
+    from jaxgpt.parallel.trainer import make_trainer
+    from jaxgpt.tools.plan.topology import topology_devices
+
+    jaxgpt.configure_jax()
+    experiment = replace_fields(experiment, {"parallel.micro_batch_size": 32, "model.remat": "none"})
+    trainer = make_trainer(experiment, topology_devices(topology))
+    key, batch = jax.eval_shape(jax.random.key, 0), trainer.abstract_batch
+    rows = trainer.strategy.abstract_tokens(32 * trainer.strategy.data_parallel_size, experiment.model.block_size)
+    windows = batch._replace(inputs_BT=rows, targets_BT=rows)
+    programs = {
+        "init_state": lambda: trainer.init_state.lower(key, None),
+        "train_step": trainer.lower,
+        "eval_step": lambda: trainer.eval_step.lower(trainer.abstract_state.params, windows),
+    }
+    at = [processor_seconds()]
+    for lower in programs.values():
+        with trainer.draw_by_kernel():
+            lowered = lower()
+        at.append(processor_seconds())
+        lowered.compile()
+        at.append(processor_seconds())
+    table = np.diff(at).reshape(3, 2)
+    print(f"| GPT-2 124M on {topology}, processor seconds | traced | compiled |\n|---|---|---|")
+    for name, (traced, compiled) in zip([*programs, "all"], [*table, table.sum(axis=0)], strict=True):
+        print(f"| {name} | {traced:.1f} | {compiled:.1f} |")
+
+
 def spread(seconds: list[float]) -> str:
     """Format the median, least and most as table cells."""
     return f"{statistics.median(seconds):.2f} | {min(seconds):.2f} to {max(seconds):.2f}"
@@ -101,7 +145,10 @@ def main() -> None:
     parser.add_argument("--trains", type=int, default=3)
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--topology")
     options = parser.parse_args()
+    if options.topology:
+        return compile_for(options.topology)
     peer = "import torch, transformers; transformers.GPT2LMHeadModel"
     commands = {
         "python -c pass": [sys.executable, "-c", "pass"],

@@ -76,7 +76,8 @@ def trainer_steps(trainer, batches: Iterator) -> Steps:
     from jaxgpt.parallel.trainer import IN_FLIGHT
 
     key = jax.random.key(1)
-    state = trainer.init_state(jax.random.key(0))
+    with trainer.draw_by_kernel():  # as `fit` does
+        state = trainer.init_state(jax.random.key(0))
 
     def run(steps: int) -> float:
         nonlocal state

@@ -194,7 +194,7 @@ def write_answer(prompt: Any, answer: Any, tokenizer: Tokenizer, template: ChatT
         own, of_all = ([m for m in messages if m["role"] == "assistant"] for messages in (answer, prompt + answer))
         if len(written.answers) != len(of_all):
             raise UserError("its chat template does not mark each answer by itself: mark them with {% generation %}")
-        return dataclasses.replace(written, answers=written.answers[-len(own) :])
+        return written._replace(answers=written.answers[-len(own) :])
     specials = index_specials(tokenizer)
     begin = "".join(specials[i] for i in tokenizer.prefix)
     end = "" if tokenizer.end_of_text is None else specials[tokenizer.end_of_text]

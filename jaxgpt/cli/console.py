@@ -18,7 +18,7 @@ from jaxgpt.errors import UserError, reason_of
 from jaxgpt.files import render_json
 
 TRACEBACK = "--traceback"  # an option of all commands
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # a file cannot be written, named or not
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, None)  # NumPy gives none
 
 
 @contextlib.contextmanager

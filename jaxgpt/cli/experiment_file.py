@@ -12,7 +12,7 @@ from jaxgpt.config.serialize import suggest
 from jaxgpt.config.validate import short
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
-from jaxgpt.files import is_there
+from jaxgpt.files import Json, is_there
 from jaxgpt.presets import EXPERIMENTS, find_preset, finetune, quickstart
 from jaxgpt.runs.code import run_file
 from jaxgpt.runs.directory import RunMetadata, fetch_run, is_run, read_metadata
@@ -35,7 +35,7 @@ def load_experiment(named: str) -> Experiment:
     return load_file(named)[0]
 
 
-def load_file(named: str) -> tuple[Experiment, list[Callable[[dict[str, Any]], None]]]:
+def load_file(named: str) -> tuple[Experiment, list[Callable[[Json], None]]]:
     """Return the experiment of `load_experiment`, and `callbacks` of the file: see `jaxgpt.fit`."""
     if (preset := find_preset(named)) is not None:
         return preset, []

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -22,7 +22,7 @@ from jaxgpt.data.conversations import find_validation_prompt
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError, shell_line
 from jaxgpt.experiment import CONTEXT_OF_WEIGHTS, Experiment
-from jaxgpt.files import open_file, write_whole
+from jaxgpt.files import Json, open_file, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.parallel.multihost import exit_now, is_process_0
 from jaxgpt.presets import EXPERIMENTS, quickstart
@@ -42,7 +42,7 @@ def train(
     hosts: Count | None = None,
     tpu_slice: str | None = None,
     experiment: Experiment,
-    callbacks: Sequence[Callable[[dict[str, Any]], None]] = (),
+    callbacks: Sequence[Callable[[Json], None]] = (),
 ) -> None:
     """Train an experiment, or resume a run.
 
@@ -157,7 +157,7 @@ def _print_sample(run: Run, experiment: Experiment) -> str | None:
     return prompt.rstrip("\n") if prompt.strip() else ""
 
 
-def run_experiment(experiment: Experiment, callbacks: Sequence[Callable[[dict[str, Any]], None]] = ()) -> None:
+def run_experiment(experiment: Experiment, callbacks: Sequence[Callable[[Json], None]] = ()) -> None:
     """Train an experiment with the options of the command line: the main function of an experiment file.
 
     callbacks: see `jaxgpt.fit`. `jaxgpt train FILE` finds them under that name in the file.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import warnings
@@ -21,6 +20,7 @@ from jaxgpt.data.tools import Message, Tool, check_tools
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_lines
 
+Marked = tuple[np.ndarray, np.ndarray]  #: ids, and True for those of the assistant
 LONGEST_LINE = 2**24  # bytes
 SHAPE = 'needs {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
@@ -55,10 +55,8 @@ def _messages(value: Any, where: str) -> list[Message]:
     return checked
 
 
-def encode_all(
-    path: str | Path, tokenizer: Tokenizer, template: ChatTemplate
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (ids, mask) of each conversation, up to its last answer. The mask is True for the tokens of the assistant.
+def encode_all(path: str | Path, tokenizer: Tokenizer, template: ChatTemplate) -> Iterator[Marked]:
+    """Yield the tokens of each conversation, up to its last answer.
 
     Raises `UserError` for a conversation that the template rejects. A warning says if nothing that is learnt ends a turn.
     """
@@ -81,7 +79,7 @@ def _drop_unlearnt(written: Written, messages: Sequence[Message]) -> Written:
         return written
     if len(is_learnt) != len(written.answers):
         raise UserError("its chat template does not mark each answer by itself: leave the weights out")
-    return dataclasses.replace(written, answers=tuple(itertools.compress(written.answers, is_learnt)))
+    return written._replace(answers=tuple(itertools.compress(written.answers, is_learnt)))
 
 
 def encode_messages(
@@ -93,7 +91,7 @@ def encode_messages(
 ) -> list[int]:
     """Return the ids of a conversation, of the header of the assistant's turn, and of the beginning of its answer."""
     written = template.write(messages, tools=tools, prompt=True)
-    return tokenise(dataclasses.replace(written, text=written.text + begin), tokenizer)[0].tolist()
+    return tokenise(written._replace(text=written.text + begin), tokenizer)[0].tolist()
 
 
 def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
@@ -120,8 +118,8 @@ def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int | None
     return found
 
 
-def tokenise(written: Written, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Return (ids, mask), with True for the tokens of the assistant. Only the template can write special tokens.
+def tokenise(written: Written, tokenizer: Tokenizer) -> Marked:
+    """Return (ids, True for those of the assistant). Only the template can write special tokens.
 
     The text is encoded in one piece, as in transformers. Only a content that spells out a special token is encoded by
     itself, as text.
@@ -251,8 +249,8 @@ class Conversations(Split):
     def __len__(self) -> int:
         return int(self.lengths.sum())
 
-    def read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids, mask of the assistant's tokens) of one conversation."""
+    def read(self, number: int) -> Marked:
+        """Return the tokens of one conversation."""
         here = slice(self.starts[number], self.starts[number] + self.lengths[number])
         return self._ids[here], self.answers[here].astype(bool)
 

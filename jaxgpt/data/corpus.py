@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import dataclasses
 import hashlib
 import http.client
 import logging
@@ -16,20 +15,12 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import filelock
 
-from jaxgpt.errors import UserError, first_line, reason_of
-from jaxgpt.files import (
-    cache_directory,
-    is_there,
-    make_cache,
-    open_file,
-    parse_json,
-    sha256,
-    write_whole,
-)
+from jaxgpt.errors import UserError, first_line
+from jaxgpt.files import cache_directory, is_there, make_cache, open_file, parse_json, sha256, write_whole
 
 LOG = logging.getLogger(__name__)
 
@@ -40,8 +31,7 @@ LEAST_FSSPEC = (2026, 6)  # in older ones the texts of a reference file system w
 LARGEST = 2**28  # bytes of a download. Every registered corpus is far below
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Corpus:
+class Corpus(NamedTuple):
     """A public text: downloaded on first use, verified, and kept in the cache."""
 
     url: str
@@ -181,11 +171,8 @@ def _download_bucket(fs: Any, root: str, folder: Path) -> None:
 
 def read_text(path: Path) -> Iterator[str]:
     """Yield the text of a file in pieces of bounded size. Raises `UserError` if it is not UTF-8."""
-    try:
-        with open_file(path) as f:
-            yield from decode_text(f, path)
-    except OSError as e:
-        raise UserError(f"cannot read {path}: {reason_of(e)}") from None
+    with open_file(path) as f:
+        yield from decode_text(f, path)
 
 
 def decode_text(f: BinaryIO, name: str | Path) -> Iterator[str]:

@@ -36,7 +36,7 @@ from jaxgpt.data.tokenizer import (
     train_bpe,
 )
 from jaxgpt.errors import UserError
-from jaxgpt.files import cache_directory, is_there, make_cache, read_json, sha256, write_whole
+from jaxgpt.files import Json, cache_directory, is_there, make_cache, read_json, sha256, write_whole
 from jaxgpt.model import GPTConfig
 
 LOG = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ CHANGED = "{} changed while it was read: wait until nothing writes to it, then s
 TEXT_FORMAT = 3  # version of cached texts. It is increased when the same text gives other tokens
 DOCUMENT_FORMAT = 2  # version of cached conversations, likewise
 SHARD_TOKENS = 2**24  # the most in a shard of the cache, of which one per array is in memory while it is written
-Entry = tuple[dict[str, Tokens], Tokenizer, dict[str, Any], dict[str, int]]  # see `read_entry`
+Entry = tuple[dict[str, Tokens], Tokenizer, Json, dict[str, int]]  # see `read_entry`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class DataConfig(Checked):
         """Return whether rows hold several documents, with only parts of them as targets."""
         return self.is_chat
 
-    def open_dataset(self, model: GPTConfig, *, known: dict[str, Any] | None = None) -> Dataset:
+    def open_dataset(self, model: GPTConfig, *, known: Json | None = None) -> Dataset:
         """Return the dataset on which a model is trained. Text is encoded once and cached in files.
 
         The split is by position: see `val_fraction`, which is of the tokens if .bin files have none for validation.
@@ -103,11 +103,7 @@ class DataConfig(Checked):
 
 
 def open_data(
-    config: DataConfig,
-    *,
-    block_size: int,
-    vocab_size: int | None = None,
-    known: dict[str, Any] | None = None,
+    config: DataConfig, *, block_size: int, vocab_size: int | None = None, known: Json | None = None
 ) -> Dataset:
     """Do as `DataConfig.open_dataset`, for windows of `block_size`.
 
@@ -165,7 +161,7 @@ def encode_whole(files: list[Path], tokenizer: Tokenizer) -> tuple[np.ndarray, s
     return np.concatenate(ids[:-1], dtype=np.int32), text
 
 
-def _open_mixture(config: DataConfig, sources: dict[str, float], known: dict[str, Any] | None, **model: Any) -> Dataset:
+def _open_mixture(config: DataConfig, sources: dict[str, float], known: Json | None, **model: Any) -> Dataset:
     """Return the dataset of several sources, by path and weight, which need one tokenizer."""
     if config.tokenizer == "bpe":
         raise UserError(f"tokenizer bpe is trained on one text, not on {config.path}: give a tokenizer.json, or byte")
@@ -212,7 +208,7 @@ def _open_text(config: DataConfig) -> Entry:
     if name == "char":
         tokenizer = CharTokenizer(alphabet | {"\n"} if len(files) > 1 else alphabet)
     cuts = [int(length * (1.0 - config.val_fraction)) for length in lengths]
-    spec: dict[str, Any] = {
+    spec: Json = {
         "format": TEXT_FORMAT,
         "text": digest.hexdigest(),
         "train_characters": cuts if len(files) > 1 else cuts[0],
@@ -348,7 +344,7 @@ def _encode_conversations(config: DataConfig) -> Entry:
     if not is_there(Path(path), "Give the path of a .jsonl file.") or Path(path).is_dir():
         raise UserError(f"no file at {path}: --data.path NAME.jsonl takes a file with a conversation on each line")
     tokenizer = open_tokenizer(name, "conversations need")
-    spec: dict[str, Any] = {"conversation": DOCUMENT_FORMAT, "file": sha256(path), "val_fraction": config.val_fraction}
+    spec: Json = {"conversation": DOCUMENT_FORMAT, "file": sha256(path), "val_fraction": config.val_fraction}
     spec["tokenizer"] = name if tokenizer is None else fingerprint(tokenizer)
     if name == "bpe":
         spec["bpe_vocab_size"] = config.bpe_vocab_size
@@ -389,13 +385,13 @@ def _encode_conversations(config: DataConfig) -> Entry:
 # The cache of tokens: a directory of shards for each text with a tokenizer.
 
 
-def _entry(spec: dict[str, Any]) -> Path:
+def _entry(spec: Json) -> Path:
     """Return the directory of a specification, which must contain everything that determines the tokens."""
     key = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:24]
     return cache_directory() / "tokens" / key
 
 
-def _find_entry(known: dict[str, Any], is_packed: bool) -> Entry | None:
+def _find_entry(known: Json, is_packed: bool) -> Entry | None:
     """Return the entry with a known fingerprint, if it is undamaged, whatever it was made from."""
     for tokenizer in sorted((cache_directory() / "tokens").glob("*/tokenizer.json")):
         # It may be of an earlier version, damaged, or just being written.
@@ -407,7 +403,7 @@ def _find_entry(known: dict[str, Any], is_packed: bool) -> Entry | None:
     return None
 
 
-def _read_record(directory: Path) -> dict[str, Any]:
+def _read_record(directory: Path) -> Json:
     """Return the index of an entry, or the meta.json of one of version 0.2.0."""
     return read_index(directory) or read_json(directory / "meta.json", 2**20)
 
@@ -428,7 +424,7 @@ def read_entry(directory: Path) -> Entry | None:
     return None
 
 
-def _open_arrays(directory: Path, record: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Tokens]:
+def _open_arrays(directory: Path, record: Json, tokenizer: Tokenizer) -> dict[str, Tokens]:
     """Return the arrays of an entry by name: train, val and, of conversations, train_answers, train_ends, ..."""
     arrays: dict[str, list[np.ndarray]] = {}
     for shard in record.get("shards", ()):
@@ -440,7 +436,7 @@ def _open_arrays(directory: Path, record: dict[str, Any], tokenizer: Tokenizer) 
     return {name: Tokens(shards) for name, shards in sorted(arrays.items())}
 
 
-def _describe(arrays: dict[str, Tokens], tokenizer: Tokenizer) -> dict[str, Any]:
+def _describe(arrays: dict[str, Tokens], tokenizer: Tokenizer) -> Json:
     """Return the fingerprint of the arrays of an entry."""
     lengths = {f"{split}_tokens": len(arrays[split]) for split in SPLITS}
     digests = {}
@@ -453,7 +449,7 @@ def _describe(arrays: dict[str, Tokens], tokenizer: Tokenizer) -> dict[str, Any]
 
 
 def write_entry(
-    spec: dict[str, Any], tokenizer: Tokenizer, batches: Iterable[dict[str, np.ndarray]], about: dict[str, int]
+    spec: Json, tokenizer: Tokenizer, batches: Iterable[dict[str, np.ndarray]], about: dict[str, int]
 ) -> Entry:
     """Write batches of arrays by name as the entry of a specification, and return it.
 

@@ -8,14 +8,13 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jaxgpt.config.validate import PositiveFloat, check_value, short
 from jaxgpt.data.pipeline import RowReader, Split
 from jaxgpt.errors import UserError
-from jaxgpt.files import read_json
+from jaxgpt.files import Json, read_json
 
 PERIOD = 10_000  # rows after which the order of the sources repeats: weights are multiples of its inverse
 WEIGHTED = re.compile(r"(.+):(-?\d*\.?\d+(?:e-?\d+)?)")
@@ -94,7 +93,7 @@ def replace_addresses(path: str | None, replace: Callable[[str], Path]) -> str |
     return ",".join(f"{local[name]}:{weight!r}" for name, weight in sources.items()) or local[path]
 
 
-def recorded_sources(known: dict[str, Any]) -> list[dict[str, Any]]:
+def recorded_sources(known: Json) -> list[Json]:
     """Return the fingerprints of the sources of a mixture, [] if there was one source. `known` need not be trusted."""
     sources = known.get("mixture", [])
     if not isinstance(sources, list) or not all(isinstance(source, dict) for source in sources):

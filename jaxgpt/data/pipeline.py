@@ -17,6 +17,7 @@ import numpy as np
 from jaxgpt.batch import Batch
 from jaxgpt.config.validate import short_repr
 from jaxgpt.data.tokenizer import Tokenizer
+from jaxgpt.files import Json
 
 PREFETCH = 16  # batches read ahead
 RowReader = Callable[[int], tuple[Any, ...]]  #: index of a row -> that row of each field of a `Batch`
@@ -122,9 +123,9 @@ class Dataset:
     val_characters: int | None = None  # length of val's text, for bits per character. None if the text is unknown
     val_bytes: int | None = None  # length of that text in UTF-8, for bits per byte. None if the text is unknown
     # token counts of both splits, and the SHA-256 of both (for shards: of each file) and of the tokenizer
-    fingerprint: dict[str, Any]
+    fingerprint: Json
     # entries of tokenizer_config.json for the chat template: {} if the tokenizer implies it, None without conversations
-    tokenizer_config: dict[str, Any] | None = None
+    tokenizer_config: Json | None = None
     # (trainer, params, batch, key) -> (batch, metrics): makes the batch of a step from the rows, with the parameters
     # before the step, outside the compiled step. It must depend on its arguments only. None means that the rows are the batch
     roll_out: Callable[..., tuple[Batch, dict[str, float]]] | None = None

@@ -19,7 +19,7 @@ import numpy as np
 from jaxgpt.data.pipeline import Dataset, Tokens
 from jaxgpt.data.tokenizer import IdTokenizer, Tokenizer, fingerprint, load_tokenizer, open_tokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.files import is_there, json_sha256, open_file, open_whole, read_json, render_json, write_whole
+from jaxgpt.files import Json, is_there, json_sha256, open_file, open_whole, read_json, render_json, write_whole
 
 # llm.c's shards start with 256 int32: magic, version, number of tokens. The magic gives the width of a token.
 LLMC_HEADER_BYTES = 1024
@@ -94,7 +94,7 @@ def open_shards(
 
 
 def _find_tokenizer(
-    folder: Path, name: str, vocab_size: int | None, index: dict[str, Any] | None
+    folder: Path, name: str, vocab_size: int | None, index: Json | None
 ) -> tuple[Tokenizer, tuple[str, ...]]:
     """Return (tokenizer of token files, notes): the named one, one in their folder, or bare ids."""
     beside = folder / "tokenizer.json"
@@ -118,7 +118,7 @@ def _find_tokenizer(
     return found, ()
 
 
-def read_index(root: Path) -> dict[str, Any] | None:
+def read_index(root: Path) -> Json | None:
     """Return the index.json of `jaxgpt prepare`, without its own digest, or None if there is none or another program's.
 
     Raises `UserError` if it is damaged.
@@ -146,7 +146,7 @@ def _is_shard(record: Any) -> bool:
     return isinstance(record, dict) and {key: type(value) for key, value in record.items()} == SHARD
 
 
-def check_shards(root: Path, listed: list[dict[str, Any]], scanned: dict[str, dict[str, Any]]) -> None:
+def check_shards(root: Path, listed: list[Json], scanned: dict[str, Json]) -> None:
     """Raise `UserError` unless the shards that an index lists are what `scan` says of each by name."""
     for shard in listed:
         name = shard["file"]
@@ -155,7 +155,7 @@ def check_shards(root: Path, listed: list[dict[str, Any]], scanned: dict[str, di
             raise UserError(f"{root / name} {wrong} (index.json has its tokens and SHA-256): fetch or prepare it again")
 
 
-def check_tokenizer(path: Path, tokenizer: Tokenizer, index: dict[str, Any]) -> None:
+def check_tokenizer(path: Path, tokenizer: Tokenizer, index: Json) -> None:
     """Raise `UserError` unless the tokenizer is the one that the shards of an index were made with."""
     if fingerprint(tokenizer) != index["tokenizer"]["sha256"]:
         raise UserError(f"{path} is not as it was made (index.json has its SHA-256): restore it, or prepare it again")
@@ -181,7 +181,7 @@ def open_shard(path: Path) -> np.ndarray:
     return np.memmap(path, dtype=dtype, mode="r", offset=offset)
 
 
-def scan(path: Path, tokens: np.ndarray, limit: int) -> dict[str, Any]:
+def scan(path: Path, tokens: np.ndarray, limit: int) -> Json:
     """Return the length and SHA-256 of a shard, in one pass.
 
     Raises `UserError` for a token of `limit` or more.
@@ -199,19 +199,19 @@ def scan(path: Path, tokens: np.ndarray, limit: int) -> dict[str, Any]:
     return {"tokens": len(tokens), "sha256": digest.hexdigest()}
 
 
-def make_index(arguments: dict[str, Any], sources: dict[str, int]) -> dict[str, Any]:
+def make_index(arguments: Json, sources: dict[str, int]) -> Json:
     """Return the index of an empty folder. `arguments` has `shard_tokens`; sources: the bytes of each source."""
     return {"jaxgpt": "prepare", "arguments": arguments, "bytes": sources, "at": START, "open": {}, "shards": []}
 
 
-def save_index(place: Path, index: dict[str, Any]) -> None:
+def save_index(place: Path, index: Json) -> None:
     """Write the index with its own digest."""
     write_whole(place / "index.json", render_json({"sha256": json_sha256(index), **index}, indent=1))
 
 
 def write_shards(
     place: Path,
-    index: dict[str, Any],
+    index: Json,
     tokenizer: Tokenizer,
     batches: Iterable[tuple[dict[str, np.ndarray], list[int]]],
     end_of_text: int | None,
@@ -254,17 +254,20 @@ def write_shards(
     save_index(place, index)
 
 
-def _read_last(place: Path, index: dict[str, Any], name: str) -> list[np.ndarray]:
+def _series(index: Json, name: str) -> list[Json]:
+    return [shard for shard in index["shards"] if shard["file"].rpartition("_")[0] == name]
+
+
+def _read_last(place: Path, index: Json, name: str) -> list[np.ndarray]:
     """Return the tokens of the last shard of a name, or none if it is full."""
-    last = [shard for shard in index["shards"] if shard["file"].rpartition("_")[0] == name][-1:]
-    most = index["arguments"]["shard_tokens"]
+    last, most = _series(index, name)[-1:], index["arguments"]["shard_tokens"]
     return [np.array(open_shard(place / x["file"])[: x["tokens"]]) for x in last if x["tokens"] < most]
 
 
-def _write_series(place: Path, index: dict[str, Any], name: str, parts: list[np.ndarray]) -> np.ndarray:
+def _write_series(place: Path, index: Json, name: str, parts: list[np.ndarray]) -> np.ndarray:
     """Write the shards that follow the full ones of a name. Return the tokens of the last one unless it is full."""
     ids, most, end = np.concatenate(parts), index["arguments"]["shard_tokens"], index["tokenizer"]["end_of_text"]
-    mine = [shard for shard in index["shards"] if shard["file"].rpartition("_")[0] == name]
+    mine = _series(index, name)
     others, known = [x for x in index["shards"] if x not in mine], [x for x in mine if x["tokens"] == most]
     header = np.zeros(LLMC_HEADER_BYTES // 4, np.int32)
     for start in range(0, len(ids), most):

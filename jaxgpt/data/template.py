@@ -29,7 +29,7 @@ import warnings
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxgpt.config.validate import short
 from jaxgpt.data import render
@@ -37,7 +37,7 @@ from jaxgpt.data.render import CLOSE, OPEN
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.data.tools import DESCRIBED, Message, Tool, check_calls, check_characters, spell_out
 from jaxgpt.errors import UserError
-from jaxgpt.files import is_there, read_bytes, read_json, write_whole
+from jaxgpt.files import Json, is_there, read_bytes, read_json, write_whole
 
 Span = tuple[int, int]  # [start, end) in characters
 
@@ -88,8 +88,7 @@ def check_message(message: Any, where: str) -> Message:
     return checked
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Written:
+class Written(NamedTuple):
     """A conversation rendered as text."""
 
     text: str  # the whole conversation
@@ -125,7 +124,7 @@ class Turns:
     def _before(self, role: str) -> str:
         return self.before.format(role=role, Role=role.capitalize())
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Json:
         """Return the entries of tokenizer_config.json: none, because the template follows from the tokenizer."""
         return {}
 
@@ -162,7 +161,7 @@ def start_renderer() -> Any:
     return subprocess.Popen([sys.executable, "-P", render.__file__], text=True, start_new_session=True, **pipes)
 
 
-def render_template(source: str, variables: dict[str, Any]) -> str:
+def render_template(source: str, variables: Json) -> str:
     """Return the text of a template, with OPEN and CLOSE around {% generation %} blocks. See `render.py`.
 
     Raises `UserError` if the template fails.
@@ -236,29 +235,24 @@ class Jinja:
         if written.answers or prompt:
             return written
         own = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        return dataclasses.replace(written, answers=tuple(self._answer(messages, tools, n, written.text) for n in own))
+        return written._replace(answers=tuple(self._answer(messages, tools, n, written.text) for n in own))
 
     def _check_tools(self, messages: Sequence[Message], tools: Sequence[Tool], prompt: bool) -> None:
         """Raise `UserError` for tools, calls and results that are not written, by rendering words in place of them."""
         hidden, offered = json.loads(json.dumps([messages, tools]))  # nothing is shared, since it is changed
-        places: dict[str, str] = {}  # what stands there, by the word in its place
-
-        def hide(held: dict[str, Any], name: str, place: str) -> None:
-            held[name] = f"hidden_{len(places)}_"
-            places[held[name]] = place
-
-        for tool in offered:
-            hide(tool["function"], "name", "tools")
+        places = [("tools", tool["function"], "name") for tool in offered]
         for n, message in enumerate(hidden, 1):
             for k, call in enumerate(message.get("tool_calls", ()), 1):
-                hide(call["function"], "name", f"call {k} of message {n}")
+                places.append((f"call {k} of message {n}", call["function"], "name"))
             if message["role"] == "tool":
-                hide(message, "content", f"message {n}, the result of a tool")
+                places.append((f"message {n}, the result of a tool", message, "content"))
+        for number, (_, held, name) in enumerate(places):
+            held[name] = f"hidden_{number}_"
         try:
             text = self._render(hidden, offered, prompt=prompt).text
         except UserError:  # the template inspects them
             return
-        if lost := [place for word, place in places.items() if word not in text]:
+        if lost := [place for place, held, name in places if held[name] not in text]:
             raise UserError(f"its chat template does not write {lost[0]}: leave it out, or give another template")
 
     def _answer(self, messages: Sequence[Message], tools: Sequence[Tool], number: int, text: str) -> Span:
@@ -272,7 +266,7 @@ class Jinja:
             raise UserError(f"its chat template writes message {number + 1} differently {how}")
         return len(before), end
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Json:
         """Return the entries of tokenizer_config.json."""
         named = {"default": self.source, "tool_use": self.tool_source}
         several = [{"name": name, "template": source} for name, source in named.items()]
@@ -292,7 +286,7 @@ def find_template(tokenizer: Tokenizer, directory: Path | None, *, is_own: bool 
     """
     if directory is None:
         return _choose_turns(tokenizer)
-    values = _read_values(directory / "tokenizer_config.json")
+    values = read_object(directory / "tokenizer_config.json")
     named = _find_sources(directory, values.get("chat_template"))
     if not named:
         return _choose_turns(tokenizer)
@@ -326,15 +320,15 @@ def _choose_turns(tokenizer: Tokenizer) -> Turns:
     return dataclasses.replace(ours, begin=begin) if begin else ours
 
 
-def _read_values(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> Json:
     """Return the object in a JSON file, empty if there is no file. Raises `UserError` if it is damaged."""
-    values = read_json(path, LARGEST_CONFIG) if is_there(path, "Name another tokenizer.") else {}
+    values = read_json(path, LARGEST_CONFIG) if is_there(path, "Name another directory.") else {}
     if not isinstance(values, dict):
         raise UserError(f"{path} is damaged: it holds {type(values).__name__}, not an object")
     return values
 
 
-def _find_sources(directory: Path, held: Any) -> dict[str, Any]:
+def _find_sources(directory: Path, held: Any) -> Json:
     """Return the templates by name, as transformers finds them. held: `chat_template` of tokenizer_config.json."""
     if isinstance(held, list):  # [{"name": "default", "template": "..."}, ...]
         held = {x["name"]: x.get("template") for x in held if isinstance(x, dict) and isinstance(x.get("name"), str)}
@@ -348,21 +342,21 @@ def _find_sources(directory: Path, held: Any) -> dict[str, Any]:
     return files if "default" in files else (held or {}) | files
 
 
-def _find_tokens(tokenizer: Tokenizer, directory: Path, values: dict[str, Any]) -> dict[str, Any]:
+def _find_tokens(tokenizer: Tokenizer, directory: Path, values: Json) -> Json:
     """Return, by names such as bos_token, special tokens as transformers finds them, with what else the files hold.
 
     values: tokenizer_config.json.
     """
-    known: dict[str, Any] = {}
+    known: Json = {}
     # config.json of a model's directory, or of a run that was imported
-    config = _read_values(directory / "config.json") or _read_values(directory / "hf/config.json")
+    config = read_object(directory / "config.json") or read_object(directory / "hf/config.json")
     for name, ids in config.items():
         i = ids[0] if isinstance(ids, list) and ids else ids
         if name.endswith("_token_id") and type(i) is int and 0 <= i < tokenizer.vocab_size:
             known[name.removesuffix("_id")] = tokenizer.decode([i])
     known |= values
     if "added_tokens_decoder" not in values:
-        known |= _read_values(directory / "special_tokens_map.json")
+        known |= read_object(directory / "special_tokens_map.json")
     return known
 
 
@@ -371,17 +365,18 @@ def _is_token(name: str) -> bool:
     return name.endswith("_token") and not name.startswith("add_")
 
 
-def _spell(values: dict[str, Any]) -> dict[str, str]:
+def _spell(values: Json) -> dict[str, str]:
     """Return the texts of tokens by name. A token is its text, or an object with its content and matching options."""
     contents = {name: x.get("content") if isinstance(x, dict) else x for name, x in values.items() if _is_token(name)}
     return {name: text for name, text in contents.items() if isinstance(text, str)}
 
 
-def write_template(directory: Path, config: dict[str, Any]) -> None:
+def write_template(directory: Path, config: Json) -> None:
     """Write a template's `config` into tokenizer_config.json, in place of another template's."""
     path = directory / "tokenizer_config.json"
-    there = _read_values(path)
-    others = {name: x for name, x in there.items() if name != "chat_template" and not (config and _is_token(name))}
+    others = {
+        name: x for name, x in read_object(path).items() if name != "chat_template" and not (config and _is_token(name))
+    }
     if others or config:
         write_whole(path, json.dumps(others | config, indent=1) + "\n")
     for file in (directory / name for name in TEMPLATE_FILES.values()):

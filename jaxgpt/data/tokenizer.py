@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxgpt.config.validate import LARGEST_SIZE, short
 from jaxgpt.errors import UserError
-from jaxgpt.files import is_there, parse_json, read_bytes
+from jaxgpt.files import Json, is_there, parse_json, read_bytes
 
 LARGEST_FILE = 2**26  # bytes of a tokenizer.json. Gemma 3's, of 262,144 tokens, is half as large
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # GPT-2, Llama 3, Llama 2, Gemma
@@ -27,6 +27,7 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # GPT-2, Ll
 MOST_GROWTH = 1024  # times as long as a text may become by the rules of a tokenizer.json. Known ones reach 16
 EMPTY = re.compile(r"[?*|^$(]|\\[bBAzZGK]|\{0|^$")  # in expressions that may match nothing, and so insert text anywhere
 CONTEXT = 2**12  # characters around a piece of a text that decide its tokens
+Located = tuple[np.ndarray, np.ndarray]  #: ids, and [start, end) of each in characters, int64 of shape [len(ids), 2]
 MOST_WORDS = 2**19  # words kept with their ids: about 100 MB
 # What a ByteLevel pre-tokenizer splits by, GPT-2's.
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -62,11 +63,8 @@ class Tokenizer(Protocol):
         """Return the ids of a whole text, int32. Streams cannot be encoded. Special tokens written out are text."""
         ...
 
-    def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids, [start, end) of each in characters, int64 of shape [len(ids), 2]).
-
-        `specials` encodes special tokens that are written out in the text as their ids.
-        """
+    def locate(self, text: str, *, specials: bool) -> Located:
+        """Encode a text; with `specials` the special tokens that are written out in it as their ids."""
         raise UserError("this tokenizer cannot encode conversations: give char, byte, bpe or a tokenizer.json")
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -103,7 +101,7 @@ class CharTokenizer(Tokenizer):
             raise UserError(f"not in this tokenizer's {self.vocab_size} characters: {named}{more}. {remedy}")
         return ids
 
-    def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, text: str, *, specials: bool) -> Located:
         """Return (ids, spans): one character per token."""
         starts = np.arange(len(text))
         return self.encode(text), np.stack([starts, starts + 1], axis=1)
@@ -123,7 +121,7 @@ class ByteTokenizer(Tokenizer):
         """Return the UTF-8 bytes of a text."""
         return np.frombuffer(_encode_utf8(text), dtype=np.uint8).astype(np.int32)
 
-    def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, text: str, *, specials: bool) -> Located:
         """Return (ids, spans): the bytes of one character have the same span."""
         lengths = 1 + np.searchsorted([0x80, 0x800, 0x10000], _to_code_points(text), side="right")
         starts = np.repeat(np.arange(len(text)), lengths)
@@ -193,7 +191,7 @@ class BPETokenizer(Tokenizer):
         is_plain = held.get("normalizer") is None and all(t["special"] for t in held.get("added_tokens", []))
         return is_plain and find_word_pattern(held.get("pre_tokenizer")) is not None
 
-    def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, text: str, *, specials: bool) -> Located:
         """Return (ids, spans): see `Tokenizer.locate`."""
         found = self._encode_whole(text, specials=specials)
         return np.array(found.ids, dtype=np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
@@ -216,26 +214,22 @@ class BPETokenizer(Tokenizer):
         """Return the text of tokenizer.json, unchanged."""
         return self._json
 
-    def parts(self) -> dict[str, Any]:
+    def parts(self) -> Json:
         """Return tokenizer.json parsed, with the fields that it leaves out, as the installed library writes them."""
         return json.loads(self._tokenizer.to_str())
 
 
-def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[tuple[str, str, str]]) -> list[np.ndarray]:
-    """Return the ids of pieces of longer texts, each given as (what is before it, piece, what is after it).
+def encode_piece(tokenizer: Tokenizer, before: str, text: str, after: str) -> np.ndarray:
+    """Return the ids of a piece of a longer text, given what is before it and after it, of which `CONTEXT` is enough.
 
     A token belongs to the piece in which it begins, so that all pieces of a text have the ids of the whole: SentencePiece,
-    for example, puts a space before a text, but not before each piece. `CONTEXT` characters before and after are enough.
+    for example, puts a space before a text, but not before each piece.
     """
-    found = []
-    for before, text, after in pieces:
-        if tokenizer.is_splittable or not (before or after):
-            found.append(tokenizer.encode(text))
-            continue
-        ids, spans = tokenizer.locate(before + text + after, specials=False)
-        starts = spans[:, 0] - len(before)
-        found.append(ids[(starts >= 0) & ((starts < len(text)) | (not after))])
-    return found
+    if tokenizer.is_splittable or not (before or after):
+        return tokenizer.encode(text)
+    ids, spans = tokenizer.locate(before + text + after, specials=False)
+    starts = spans[:, 0] - len(before)
+    return ids[(starts >= 0) & ((starts < len(text)) | (not after))]
 
 
 class TextEncoder:
@@ -250,7 +244,7 @@ class TextEncoder:
             return self._tokenizer.encode(text)
         text = self._rest + text
         at = len(text) if is_last else max(len(text) - CONTEXT, 0)
-        (ids,) = encode_pieces(self._tokenizer, [(self._before, text[:at], text[at:])])
+        ids = encode_piece(self._tokenizer, self._before, text[:at], text[at:])
         self._before, self._rest = "" if is_last else (self._before + text[:at])[-CONTEXT:], text[at:]
         return ids
 

@@ -6,19 +6,18 @@ of our own write tools, calls and results as texts, as Hermes and Qwen do: see `
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxgpt.config.validate import short
 from jaxgpt.errors import UserError
-from jaxgpt.files import parse_json
+from jaxgpt.files import Json, parse_json
 
-Tool = dict[str, Any]  # {"type": "function", "function": {"name": ..., "description": ..., "parameters": a schema}}
-Message = dict[str, Any]  # has "role" and "content". A "weight" of "0" marks an answer from which nothing is learnt
+Tool = Json  # {"type": "function", "function": {"name": ..., "description": ..., "parameters": a schema}}
+Message = Json  # has "role" and "content". A "weight" of "0" marks an answer from which nothing is learnt
 
 MAX_TOOLS = 128
 NO_CHARACTER = re.compile("[\ud800-\udfff\ufdd0-\ufdef]")  # halves of characters, and those with which templates mark
@@ -58,7 +57,7 @@ def check_tools(tools: Any, where: str) -> tuple[Tool, ...]:
     return tuple(tools)
 
 
-def check_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+def check_calls(calls: Any, where: str) -> list[Json]:
     """Return the calls of a message, with arguments as objects. Raises `UserError` for others. where: for the error."""
     checked = []
     for call in calls if isinstance(calls, list) else [calls]:
@@ -102,8 +101,7 @@ def spell_out(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Messag
     return spelled
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Offer:
+class Offer(NamedTuple):
     """The tools that an answer may call, and how the chat template writes a call.
 
     That is `opening`, the name, `middle`, and the arguments in JSON.
@@ -115,7 +113,7 @@ class Offer:
     opening: str
     middle: str
 
-    def grammar(self, json_options: dict[str, Any]) -> str:
+    def grammar(self, json_options: Json) -> str:
         """Return the grammar, in llguidance's form, of what follows `begin` in a required call."""
         ways = []
         for tool in self.required:
@@ -133,7 +131,7 @@ class Offer:
         places = range(start, len(text))
         return next((n for n in places if first.startswith(text[n : n + len(first)])), len(text))
 
-    def read(self, answer: str) -> tuple[str, list[dict[str, Any]]]:
+    def read(self, answer: str) -> tuple[str, list[Json]]:
         """Return (content, calls) of an answer. If a call is not well formed, that is the whole answer and no calls."""
         text = self.opening + answer if self.required else answer
         opening, middle = (r"\s*".join(map(re.escape, part.split())) for part in (self.opening, self.middle))

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from jaxgpt.files import open_file, open_whole
 from jaxgpt.gguf.tokenizers import read_tokenizer
 from jaxgpt.hf.family import SCALINGS, ConfigRule, Family, Json, fields, find_differences, never, weight_rules
 from jaxgpt.hf.source import Source, check_vocabulary, load_named_tokenizer
-from jaxgpt.hf.weights import DTYPES, Tensor, check, hold, to_tensors
+from jaxgpt.hf.weights import DTYPES, Tensor, Tensors, check, hold, to_tensors
 from jaxgpt.model import GPTConfig
 
 OUTPUT, FREQUENCIES = "output.weight", "rope_freqs.weight"
@@ -198,7 +198,7 @@ RENAMED = {"gemma3_text": ARCHITECTURES["gemma3"], "gpt_neox": ARCHITECTURES["gp
 FAMILIES = RENAMED | ARCHITECTURES | {"mistral": ARCHITECTURES["llama"]}  # by the model_type of Hugging Face
 
 
-def write_fields(family: Family, config: GPTConfig) -> dict[str, Any]:
+def write_fields(family: Family, config: GPTConfig) -> Json:
     """Return the fields of an architecture, without prefix. Raises `UserError` if llama.cpp computes another model."""
     written = family.write(config).items()
     values = {key: float(x) if key.endswith(FLOATS) else x for key, x in written if x is not None}
@@ -231,7 +231,7 @@ def parse_dtype(name: str | None, known: Collection[str] = NAMES) -> str | None:
     return found
 
 
-def to_gguf(params: dict, config: GPTConfig, model_type: str) -> tuple[Json, dict[str, Tensor]]:
+def to_gguf(params: dict, config: GPTConfig, model_type: str) -> tuple[Json, Tensors]:
     """Return (fields, tensors by name) of a model, without the tokenizer's fields. The tensors are made when written.
 
     model_type: the family's name at Hugging Face. Raises `UserError` if llama.cpp has no such model.
@@ -248,7 +248,7 @@ def to_gguf(params: dict, config: GPTConfig, model_type: str) -> tuple[Json, dic
     return own, tensors | _shift_norms(tensors, config, 1)
 
 
-def _shift_norms(tensors: dict[str, Tensor], config: GPTConfig, by: int) -> dict[str, Tensor]:
+def _shift_norms(tensors: Tensors, config: GPTConfig, by: int) -> Tensors:
     """Return the norms of Gemma, whose parameters are 1 less than the scales in a file."""
     return {
         name: hold(x.read().astype(np.float32) + by)
@@ -257,7 +257,7 @@ def _shift_norms(tensors: dict[str, Tensor], config: GPTConfig, by: int) -> dict
     }
 
 
-def write_gguf(path: Path, fields: Mapping[str, Any], tensors: dict[str, Tensor], dtype: str | None = None) -> None:
+def write_gguf(path: Path, fields: Json, tensors: Tensors, dtype: str | None = None) -> None:
     """Write a file atomically, with one tensor in memory at a time.
 
     Tensors with one axis and the embedding of positions are float32, as llama.cpp needs them. `dtype`, a key of `NAMES`,
@@ -361,7 +361,7 @@ def open_gguf(path: Path, tokenizer: str | None = None) -> tuple[Source, Json]:
     return Source(directory=path, family=family, config=config, tokenizer=found, tensors=tensors), values
 
 
-def read_config(values: Json, tensors: dict[str, Tensor]) -> tuple[Family, GPTConfig]:
+def read_config(values: Json, tensors: Tensors) -> tuple[Family, GPTConfig]:
     """Return (family, architecture) of a file. Raises `UserError` if they are unknown, or our layers do not support them."""
     name, embedding = str(values.get("general.architecture")), tensors.get(EMBEDDING)
     if name not in ARCHITECTURES:
@@ -372,7 +372,7 @@ def read_config(values: Json, tensors: dict[str, Tensor]) -> tuple[Family, GPTCo
     return ARCHITECTURES[name], ARCHITECTURES[name].read(known | {"vocab_size": embedding.shape[0]})
 
 
-def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
+def read_gguf(path: Path) -> tuple[Json, Tensors]:
     """Return (fields, tensors by name) of an untrusted file, or of all parts of one that is split: see `_read_part`."""
     found = SPLIT.fullmatch(path.name)
     if found is None:
@@ -387,7 +387,7 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
     return values, tensors
 
 
-def _read_part(path: Path) -> tuple[Json, dict[str, Tensor]]:
+def _read_part(path: Path) -> tuple[Json, Tensors]:
     """Return (fields, tensors by name) of a file. Elements are read when they are needed.
 
     A float32 field becomes the shortest decimal number that rounds to it: 1e-05, not 9.999999747378752e-06.

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from jaxgpt.config.validate import LARGEST_SIZE, check_count, check_value, short
 from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
+from jaxgpt.files import Json
 from jaxgpt.hf.source import PLAIN_TOKEN, list_byte_names, special_ids
 
 GGML = "tokenizer.ggml."
@@ -42,11 +43,11 @@ TEKKEN_WORDS = (
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
-def _sequence(first: dict[str, Any], *, use_regex: bool = False) -> dict[str, Any]:
+def _sequence(first: Json, *, use_regex: bool = False) -> Json:
     return {"type": "Sequence", "pretokenizers": [first, BYTE_LEVEL | {"use_regex": use_regex}]}
 
 
-def _split(pattern: dict[str, str], behavior: str = "Isolated") -> dict[str, Any]:
+def _split(pattern: dict[str, str], behavior: str = "Isolated") -> Json:
     return {"type": "Split", "pattern": pattern, "behavior": behavior, "invert": False}
 
 
@@ -85,9 +86,7 @@ def _escape(text: bytes) -> str:
 BYTE_TOKENS = [_escape(bytes([i])) for i in range(256)]
 
 
-def tokenizer_fields(
-    tokenizer: Tokenizer, vocab_size: int, *, chat_template: str | None, ends: Sequence[int]
-) -> dict[str, Any]:
+def tokenizer_fields(tokenizer: Tokenizer, vocab_size: int, *, chat_template: str | None, ends: Sequence[int]) -> Json:
     """Return the fields of GGUF for a tokenizer, as Python values: lists are arrays, ids are unsigned.
 
     vocab_size: number of rows of the embedding. chat_template: in Jinja. ends: ids that end a text, the usual one first
@@ -97,7 +96,7 @@ def tokenizer_fields(
     if tokenizer.vocab_size > vocab_size or {*ends} - {*range(vocab_size)}:
         raise UserError(f"{tokenizer.vocab_size:,} tokens with ends {[*ends]} do not fit into {vocab_size:,} rows")
     own = [tokenizer.end_of_text] if tokenizer.end_of_text is not None else []
-    fields: dict[str, Any]
+    fields: Json
     if isinstance(tokenizer, IdTokenizer):  # the size is in ARCHITECTURE.vocab_size
         return {GGML + "model": "none"}
     if isinstance(tokenizer, BPETokenizer):
@@ -135,7 +134,7 @@ def tokenizer_fields(
     return {GGML + name: value for name, value in fields.items()} | template
 
 
-def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
+def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> Json:
     """Return the fields of a BPE. Raises `UserError` for parts that llama.cpp does not have."""
     parts = tokenizer.parts()
     model, added = parts["model"], parts["added_tokens"]
@@ -153,7 +152,7 @@ def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
     merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
     if any(len(pair) != 2 or " " in pair[0] + pair[1] for pair in merges):
         _refuse("merges of texts with spaces")
-    fields: dict[str, Any]
+    fields: Json
     differs: list[str] = []
     has_fallback, vocab, words = model["byte_fallback"], model["vocab"], json.dumps(pre_tokenizer)
     names = [f"<0x{byte:02X}>" for byte in range(256)] if has_fallback else list_byte_names()
@@ -219,7 +218,7 @@ def _refuse(part: str) -> NoReturn:
     raise UserError(f"llama.cpp cannot encode as this tokenizer does, which has {part}")
 
 
-def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
+def read_tokenizer(fields: Json) -> Tokenizer:
     """Return the tokenizer of a file. Raises `UserError` if its fields are damaged, or of a kind that is not known."""
     if fields.get(GGML + "model") == "none":
         key = f"{fields.get('general.architecture')}.vocab_size"
@@ -228,7 +227,7 @@ def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
     return BPETokenizer(json.dumps(parts, ensure_ascii=False))
 
 
-def _make_parts(fields: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+def _make_parts(fields: Json, tokens: list[str]) -> Json:
     """Return the tokenizer.json of a BPE in a file of another program."""
     kind = fields.get(GGML + "model")
     kinds = _read_list(fields, "token_type", int, len(tokens))
@@ -261,7 +260,7 @@ def _make_parts(fields: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
     return {"version": "1.0", "added_tokens": added, "model": model, **parts}
 
 
-def _byte_level_parts(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], bool]:
+def _byte_level_parts(fields: Json) -> tuple[Json, Json, bool]:
     """Return (model, other parts, whether a text begins with a token unless the file says) of a "gpt2"."""
     given = str(fields.get(GGML + "pre"))
     pre = ALIASES.get(given, given)
@@ -275,9 +274,7 @@ def _byte_level_parts(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     return model, {"pre_tokenizer": words, "decoder": BYTE_LEVEL}, pre in ("llama-bpe", "tekken")
 
 
-def _sentencepiece_parts(
-    fields: Mapping[str, Any], tokens: list[str], vocab: Mapping[str, int]
-) -> tuple[dict[str, Any], dict[str, Any], bool]:
+def _sentencepiece_parts(fields: Json, tokens: list[str], vocab: Mapping[str, int]) -> tuple[Json, Json, bool]:
     """Return what `_byte_level_parts` does of a "llama", whose merges are all cuts of a token in two, by its score."""
     scores = _read_list(fields, "scores", float, len(tokens))
     merges = []
@@ -293,14 +290,14 @@ def _sentencepiece_parts(
     }
     is_spaced = fields.get(GGML + "add_space_prefix", True)
     spaces = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
-    decoders: list[dict[str, Any]] = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    decoders: list[Json] = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]
     if is_spaced:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     normalizer = SENTENCEPIECE[not is_spaced][0]
     return model, {"normalizer": normalizer, "decoder": {"type": "Sequence", "decoders": decoders}}, True
 
 
-def _read_list(fields: Mapping[str, Any], name: str, kind: type, length: int | None = None) -> list[Any]:
+def _read_list(fields: Json, name: str, kind: type, length: int | None = None) -> list[Any]:
     """Return a list of values of one kind, with one for each token. Raises `UserError` if it is anything else."""
     values = fields.get(GGML + name)
     is_list = isinstance(values, list) and all(type(x) is kind for x in values)
@@ -309,12 +306,12 @@ def _read_list(fields: Mapping[str, Any], name: str, kind: type, length: int | N
     return values
 
 
-def read_chat_template(fields: Mapping[str, Any]) -> str | None:
+def read_chat_template(fields: Json) -> str | None:
     """Return the chat template in the fields of a GGUF, in Jinja, or None if it has none."""
     return check_value(CHAT_TEMPLATE, fields.get(CHAT_TEMPLATE), str | None)
 
 
-def read_ends(fields: Mapping[str, Any]) -> list[int]:
+def read_ends(fields: Json) -> list[int]:
     """Return the ids that end a text, from the fields of a GGUF: the `ends` of `tokenizer_fields`."""
     found = (fields.get(f"{GGML}{name}_token_id") for name in ENDS)
     return [end for end in found if type(end) is int]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxgpt.config.validate import short
 from jaxgpt.errors import UserError
+from jaxgpt.files import Json
 from jaxgpt.hf.family import (
     CAUSAL_DECODER,
     NO_WINDOW,
@@ -135,23 +134,11 @@ GEMMAS_2 = (
 
 LLAMA = llama_like("llama", rope(), SILU, ATTENTION_BIAS, fields(bias=("mlp_bias", False)), NO_WINDOW)
 MISTRAL = llama_like(
-    "mistral",
-    rope(),
-    SILU,
-    fields(sliding_window=("sliding_window", 4096)),
-    never(layer_types=None),
-    context=131_072,
+    "mistral", rope(), SILU, fields(sliding_window=("sliding_window", 4096)), never(layer_types=None), context=131_072
 )
 QWEN2 = llama_like("qwen2", rope(), SILU, always(qkv_bias=True, out_bias=False), QWEN_WINDOWS, context=32_768)
 QWEN3 = llama_like(
-    "qwen3",
-    rope(),
-    SILU,
-    ATTENTION_BIAS,
-    always(qk_norm=True),
-    QWEN_WINDOWS,
-    context=32_768,
-    head_dim=128,
+    "qwen3", rope(), SILU, ATTENTION_BIAS, always(qk_norm=True), QWEN_WINDOWS, context=32_768, head_dim=128
 )
 PHI3 = llama_like(
     "phi3",
@@ -246,7 +233,7 @@ FAMILIES = {
 }
 
 
-def get_family(hf: dict[str, Any]) -> Family:
+def get_family(hf: Json) -> Family:
     """Return the family of a config.json. Raises `UserError` if it is unknown or the weights are quantised."""
     kind = str(hf.get("model_type"))
     if kind not in FAMILIES:

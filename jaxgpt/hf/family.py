@@ -11,9 +11,8 @@ import numpy as np
 
 from jaxgpt.config.validate import LARGEST_COUNT, check_count, short
 from jaxgpt.errors import UserError
+from jaxgpt.files import Json
 from jaxgpt.model import GPTConfig
-
-Json = dict[str, Any]
 
 
 class ConfigRule(NamedTuple):
@@ -388,25 +387,25 @@ class Family:
     config_rules: tuple[ConfigRule, ...]  # how each field of the configuration is stored
     weight_rules: tuple[WeightRule, ...]  # how each parameter is stored
 
-    def read(self, hf: dict[str, Any]) -> GPTConfig:
+    def read(self, hf: Json) -> GPTConfig:
         """Return the architecture that a config.json describes. Raises `UserError` if our layers do not support it."""
-        fields: dict[str, Any] = {}
+        fields: Json = {}
         for rule in self.config_rules:
             fields |= rule.read(hf)
         if fields.get("sliding_window") is None:  # no layer has the local rotation
             fields.pop("rope_local_theta", None)
         return GPTConfig(**fields)
 
-    def write(self, config: GPTConfig) -> dict[str, Any]:
+    def write(self, config: GPTConfig) -> Json:
         """Return the config.json of an architecture, without the keys of the tokenizer."""
-        hf: dict[str, Any] = {}
+        hf: Json = {}
         if self.architecture is not None:
             hf |= {"model_type": self.model_type, "architectures": [self.architecture]}
         for rule in self.config_rules:
             hf |= rule.write(config.explicit())
         return hf
 
-    def unknown_keys(self, hf: dict[str, Any]) -> list[str]:
+    def unknown_keys(self, hf: Json) -> list[str]:
         """Return the unknown keys of a config.json, except those that are null, false or private to transformers."""
         known = IGNORED.union(*(rule.keys for rule in self.config_rules))
         used = (key for key, value in hf.items() if value not in (None, False) and not key.startswith("_"))
@@ -421,7 +420,7 @@ class Family:
                     yield WeightRule(ours, rule.theirs.format(layer), rule.layout)
 
 
-def canonical_form(config: GPTConfig) -> dict[str, Any]:
+def canonical_form(config: GPTConfig) -> Json:
     """Return all that determines the logits: configurations with equal forms describe the same model."""
     c = config.explicit()
     form = {

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import re
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxgpt.config.validate import short
-from jaxgpt.data.template import TEMPLATE_FILES
+from jaxgpt.data.template import LARGEST_CONFIG, TEMPLATE_FILES, read_object
 from jaxgpt.data.tokenizer import (
     BPETokenizer,
     ByteTokenizer,
@@ -23,13 +22,12 @@ from jaxgpt.data.tokenizer import (
     load_tokenizer,
 )
 from jaxgpt.errors import UserError, first_line
-from jaxgpt.files import is_there, read_bytes, read_json, write_whole
+from jaxgpt.files import Json, is_there, read_bytes, read_json, write_whole
 from jaxgpt.hf.families import get_family
 from jaxgpt.hf.family import Family
-from jaxgpt.hf.weights import Tensor, check, list_tensors
+from jaxgpt.hf.weights import Tensors, check, list_tensors
 from jaxgpt.model import GPTConfig
 
-LARGEST_CONFIG = 2**24  # bytes of a config.json
 # Files that an export copies. In a run directory the tokenizer's are next to tokenizer.json, where a chat finds its
 # template, and the others in a folder.
 BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", *TEMPLATE_FILES.values())
@@ -45,15 +43,14 @@ PLAIN_TOKEN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), F
 PADDING = 1024  # ids beyond the tokenizer's that do not cause a warning: vocabularies are rounded up
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
+class Source(NamedTuple):
     """A model to import: its directory, architecture and tokenizer, and where its tensors are."""
 
     directory: Path
     family: Family
     config: GPTConfig
     tokenizer: Tokenizer
-    tensors: dict[str, Tensor]
+    tensors: Tensors
 
 
 def find_directory(name: str, wanted: Sequence[str] = WANTED, *, downloads: bool = True) -> Path:
@@ -135,9 +132,7 @@ def check_vocabulary(tokenizer: Tokenizer, name: str | Path, config: GPTConfig) 
 def end_tokens(run: Path) -> list[int]:
     """Return the end tokens in the files of an imported model. The list is empty for other runs."""
     for name in reversed(IN_HF_FOLDER):  # generation_config.json takes precedence
-        path = run / HF_FOLDER / name
-        values = read_json(path, LARGEST_CONFIG) if path.exists() else None
-        ends = values.get("eos_token_id") if isinstance(values, dict) else None
+        ends = read_object(run / HF_FOLDER / name).get("eos_token_id")
         if ends is not None:
             return [end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int]
     return []
@@ -203,7 +198,7 @@ def tokenizer_json(tokenizer: Tokenizer, end: int | None = None) -> str | None:
     return None
 
 
-def _added_tokens(tokenizer: CharTokenizer | ByteTokenizer, end: int | None) -> list[dict[str, Any]]:
+def _added_tokens(tokenizer: CharTokenizer | ByteTokenizer, end: int | None) -> list[Json]:
     """Return the added tokens of tokenizer.json, of which the end is special."""
     ids: Any = {*special_ids(tokenizer, end).values()} - {None}
     return [{"id": i, "content": tokenizer.decode([i]), "special": i == end, **PLAIN_TOKEN} for i in sorted(ids)]
@@ -221,7 +216,7 @@ def list_byte_names() -> list[str]:
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]
 
 
-def tokenizer_config(tokenizer: Tokenizer, block_size: int, end: int | None = None) -> dict[str, Any]:
+def tokenizer_config(tokenizer: Tokenizer, block_size: int, end: int | None = None) -> Json:
     """Return the tokenizer_config.json that transformers' AutoTokenizer needs. end: see `special_ids`."""
     # An empty table: without one, transformers 5 makes tokens with a name special, and would drop newlines in decoding.
     added = {} if isinstance(tokenizer, BPETokenizer) else {"added_tokens_decoder": {}}

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from jaxgpt.config.validate import short
 from jaxgpt.errors import UserError
-from jaxgpt.files import open_file, open_whole, read_json, write_whole
+from jaxgpt.files import Json, open_file, open_whole, read_json, write_whole
 from jaxgpt.hf.family import EMBEDDING, HEAD, Family, join, split, their_shape
 from jaxgpt.lora import A, B, LoraConfig
 from jaxgpt.model import GPT, GPTConfig
@@ -50,6 +50,9 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * DTYPES[self.kind].itemsize
 
 
+Tensors = dict[str, Tensor]  # by name
+
+
 def hold(x: np.ndarray) -> Tensor:
     """Return a tensor that has its elements in memory."""
     return Tensor(x.shape, SPELLED[x.dtype], lambda: x)
@@ -67,17 +70,24 @@ def _open(file: Path) -> Any:
         raise UserError(f"{file} is not a valid safetensors file ({e}): download it again") from None
 
 
-def list_tensors(directory: Path) -> dict[str, Tensor]:
+def list_tensors(directory: Path) -> Tensors:
     """List the tensors of a directory by name, from one file, or else from those in an index. Reads headers only."""
     index = directory / INDEX
     if (directory / ONE).exists() or not index.exists():
         return _read_header(_find_file(directory))
-    chosen = _read_index(index)
-    headers = {file: _read_header(file) for file in set(chosen.values())}
-    return {name: headers[file][name] for name, file in chosen.items() if name in headers[file]}
+    values = read_json(index, LARGEST_INDEX)
+    files = values.get("weight_map") if isinstance(values, dict) else None
+    if not isinstance(files, dict):
+        raise UserError(f"{index} needs a weight_map from tensors to files: download it again")
+    headers = {}
+    for file in {*map(str, files.values())}:
+        if not NEXT_TO_IT.fullmatch(file):
+            raise UserError(f"{index} names {short(file)}: it must name a .safetensors file next to it")
+        headers[file] = _read_header(index.with_name(file))
+    return {name: headers[file][name] for name, file in files.items() if name in headers[file]}
 
 
-def _read_header(file: Path) -> dict[str, Tensor]:
+def _read_header(file: Path) -> Tensors:
     def read(name: str) -> np.ndarray:  # closes the file, because pages of a mapped file count as memory until then
         with _open(file) as f:
             return f.get_tensor(name)
@@ -88,18 +98,6 @@ def _read_header(file: Path) -> dict[str, Tensor]:
             name: Tensor(tuple(part.get_shape()), part.get_dtype(), functools.partial(read, name), file)
             for name, part in parts.items()
         }
-
-
-def _read_index(index: Path) -> dict[str, Path]:
-    """Return the file of each tensor, by name."""
-    values = read_json(index, LARGEST_INDEX)
-    names = values.get("weight_map") if isinstance(values, dict) else None
-    if not isinstance(names, dict):
-        raise UserError(f"{index} needs a weight_map from tensors to files: download it again")
-    for file in {*map(str, names.values())}:
-        if not NEXT_TO_IT.fullmatch(file):
-            raise UserError(f"{index} names {short(file)}: it must name a .safetensors file next to it")
-    return {name: index.with_name(file) for name, file in names.items()}
 
 
 def _find_file(directory: Path) -> Path:
@@ -124,7 +122,7 @@ def _flatten(params: dict) -> dict[str, Any]:
     return traverse_util.flatten_dict(params, sep="/")  # type: ignore[return-value]
 
 
-def _as_in_files(family: Family, tensors: dict[str, Tensor]) -> Family:
+def _as_in_files(family: Family, tensors: Tensors) -> Family:
     """Return the family without its prefix if these tensors have none, as in checkpoints of the base model (GPT-2)."""
     if any(name.startswith(family.prefix) for name in tensors):
         return family
@@ -132,7 +130,7 @@ def _as_in_files(family: Family, tensors: dict[str, Tensor]) -> Family:
     return dataclasses.replace(family, weight_rules=tuple(rules))
 
 
-def check(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None:
+def check(tensors: Tensors, family: Family, config: GPTConfig) -> None:
     """Raise `UserError` if tensors are missing, unknown or misshapen. The message lists all of them."""
     family, shapes = _as_in_files(family, tensors), shapes_of(config)
     wanted = {
@@ -155,7 +153,7 @@ def check(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None
 
 
 def read_params(
-    tensors: dict[str, Tensor],
+    tensors: Tensors,
     family: Family,
     config: GPTConfig,
     *,
@@ -187,7 +185,7 @@ def read_params(
     return traverse_util.unflatten_dict(params, sep="/")
 
 
-def _check_tied(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None:
+def _check_tied(tensors: Tensors, family: Family, config: GPTConfig) -> None:
     """Raise `UserError` if tied matrices differ: transformers 5 uses both, other programs one of them."""
     names = {rule.ours: rule.theirs for rule in family.weight_rules}
     embedding, head = names[EMBEDDING], names[HEAD]
@@ -200,10 +198,10 @@ def _check_tied(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -
         raise UserError(f"{head} differs from {embedding}, to which config.json ties it: {remedy}")
 
 
-def to_tensors(params: dict, family: Family, config: GPTConfig, dtype: DTypeLike | None = None) -> dict[str, Tensor]:
+def to_tensors(params: dict, family: Family, config: GPTConfig, dtype: DTypeLike | None = None) -> Tensors:
     """Return the tensors of a checkpoint by name, each made when it is written. dtype: by default the parameters' own."""
     flat, head_dim = _flatten(params), config.shape.head_dim
-    made: dict[str, Tensor] = {}
+    made: Tensors = {}
     for rule in family.expand_rules(config, flat):
         ours = [flat.pop(path) for path in rule.ours]
         kind = np.dtype(ours[0].dtype if dtype is None else dtype)
@@ -218,7 +216,7 @@ def to_tensors(params: dict, family: Family, config: GPTConfig, dtype: DTypeLike
 
 def to_peft(
     adapters: dict, lora: LoraConfig, family: Family, config: GPTConfig, dtype: DTypeLike | None = None
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+) -> tuple[Tensors, Json]:
     """Return the tensors of adapters by PEFT's names, and adapter_config.json. Needs `scan_layers` off.
 
     A tensor that joins several matrices, such as GPT-2's c_attn, has one adapter. Its rank is the sum of theirs: the a
@@ -256,7 +254,7 @@ def to_peft(
     }
 
 
-def write(directory: Path, tensors: dict[str, Tensor], shard: int = SHARD) -> None:
+def write(directory: Path, tensors: Tensors, shard: int = SHARD) -> None:
     """Write one file, or an index and several. shard: most bytes of a file, unless it holds a single larger tensor."""
     try:
         from huggingface_hub import split_state_dict_into_shards_factory
@@ -275,12 +273,12 @@ def write(directory: Path, tensors: dict[str, Tensor], shard: int = SHARD) -> No
         write_whole(directory / INDEX, json.dumps(index, indent=2) + "\n")
 
 
-def write_file(file: Path, tensors: dict[str, Tensor]) -> None:
+def write_file(file: Path, tensors: Tensors) -> None:
     """Write the format (https://huggingface.co/docs/safetensors): length of the header, JSON header, elements.
 
     The library is not used, because it needs all tensors in memory at once.
     """
-    head: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
+    head: Json = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
     at = 0
     for name, tensor in tensors.items():
         head[name] = {"dtype": tensor.kind, "shape": tensor.shape, "data_offsets": [at, at + tensor.bytes]}

@@ -45,13 +45,7 @@ class Ablations(NamedTuple):
     __repr__ = short_repr
 
 
-def ablate_all(
-    model: GPT,
-    params: Params,
-    tokens_BT: Any,
-    *,
-    by: Literal["zero", "mean"] = "mean",
-) -> Ablations:
+def ablate_all(model: GPT, params: Params, tokens_BT: Any, *, by: Literal["zero", "mean"] = "mean") -> Ablations:
     """Return the rise of the loss for each head and each MLP, when only that part is ablated.
 
     Mean ablation keeps what a part adds to every token, on which later layers may rely (Wang et al. 2022,

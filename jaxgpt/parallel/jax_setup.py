@@ -62,7 +62,7 @@ def configure_jax(*, computes: bool = True) -> None:
     quiet_libtpu()
     jax = import_jax()
     flags = os.environ.get("XLA_FLAGS", "")
-    if _has_started(jax):
+    if _has_started():
         if jax.default_backend() == "cpu" and REDUCTIONS_FLAG not in flags:
             flag = f"{NO_FUSED_REDUCTIONS} in XLA_FLAGS, and may sum wrongly"
             remedy = "call jaxgpt.configure_jax() before the first array"
@@ -91,15 +91,11 @@ def import_jax() -> ModuleType:
         raise UserError(f"jax cannot be imported: {e}. Check the environment variables that begin with JAX_") from None
 
 
-def _has_started(jax) -> bool:
-    """Return whether a backend has started: from then on JAX refuses to change this option."""
-    devices = jax.config.jax_num_cpu_devices
-    try:
-        jax.config.update("jax_num_cpu_devices", 1 if devices != 1 else 2)
-    except RuntimeError:
-        return True
-    jax.config.update("jax_num_cpu_devices", devices)
-    return False
+def _has_started() -> bool:
+    """Return whether a backend has started."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
 
 
 def skip_cuda_check() -> None:
@@ -150,17 +146,25 @@ def enable_compilation_cache() -> None:
     """Keep compiled programs in the user's cache directory, so that the second start skips most compilation.
 
     JAX runs the programs it finds there, so only the user can access the directory (mode 0700). It is never in /tmp.
+    Each version of jaxlib has a folder: XLA leaves it to us not to read what another has found by tuning kernels of GPUs.
     `JAX_COMPILATION_CACHE_DIR` names another directory, or turns the cache off if it is empty.
     """
-    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+    jax = import_jax()
+    from jaxlib.version import __version__
+
+    named = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if named == "":  # for JAX it is the working directory, where XLA for GPUs makes a folder
+        jax.config.update("jax_enable_compilation_cache", False)
+    elif named and "://" not in named:  # a process may change its working directory
+        jax.config.update("jax_compilation_cache_dir", os.path.abspath(named))
+    if named is not None:
         return
-    directory = cache_directory() / "xla"
+    directory = cache_directory().absolute() / "xla" / __version__
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         directory.chmod(0o700)
     except OSError:  # a read-only home, or another user's directory: run without a cache
         return
-    jax = import_jax()
     jax.config.update("jax_compilation_cache_dir", str(directory))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
@@ -185,14 +189,11 @@ def first_device() -> jax.Device:
 
 def device_name() -> str:
     """Return the kind of the first device. Of a CPU it is maker, family and model, which decide how XLA rounds sums."""
-    kind = first_device().device_kind
-    try:
-        text = Path("/proc/cpuinfo").read_text(errors="replace") if kind == "cpu" else ""
-    except OSError:  # not Linux
-        text = ""
-    fields = dict(re.findall(r"^(vendor_id|cpu family|model)\s*: (.*)$", text.partition("\n\n")[0], re.MULTILINE))
-    return (
-        f"{kind} {fields['vendor_id']} family {fields['cpu family']} model {fields['model']}"
-        if len(fields) == 3
-        else kind
-    )
+    kind, facts = first_device().device_kind, Path("/proc/cpuinfo")
+    if kind != "cpu" or not facts.exists():  # not Linux
+        return kind
+    first = facts.read_text(errors="replace").partition("\n\n")[0]
+    found = dict(re.findall(r"^(vendor_id|cpu family|model)\s*: (.*)$", first, re.MULTILINE))
+    if len(found) < 3:
+        return kind
+    return f"{kind} {found['vendor_id']} family {found['cpu family']} model {found['model']}"

@@ -19,14 +19,13 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, unquote
 
 import filelock
 
 from jaxgpt.data.corpus import open_bucket
 from jaxgpt.errors import CheckpointSaveError, UserError, first_line
-from jaxgpt.files import cache_directory, make_cache, parse_json, write_whole
+from jaxgpt.files import Json, cache_directory, make_cache, parse_json, write_whole
 
 LOG = logging.getLogger(__name__)
 EXPERIMENT, MANIFEST = "experiment.json", "/manifest.json"
@@ -208,7 +207,7 @@ class Bucket:
         lease = {"who": self._who, "time": time.time(), "token": self._token}
         self._fs.pipe_file(self._root + ".lease", json.dumps(lease).encode(), mode=mode)
 
-    def _read_lease(self, below: str = "") -> dict[str, Any]:
+    def _read_lease(self, below: str = "") -> Json:
         """Return what the process wrote that trains the run, or one below it. Empty if there is none."""
         try:
             return parse_json(self._fs.cat_file(f"{self._root}{below}.lease"), f"{self.address}/{below}.lease")

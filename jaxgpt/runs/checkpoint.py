@@ -30,7 +30,7 @@ import jax
 from flax import struct
 
 from jaxgpt.errors import CheckpointSaveError, UserError, reason_of, shell_line
-from jaxgpt.files import json_sha256, read_bytes, write_whole
+from jaxgpt.files import Json, json_sha256, read_bytes, write_whole
 from jaxgpt.parallel import multihost
 from jaxgpt.runs.bucket import Bucket, name_of
 from jaxgpt.train import Params, TrainState
@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # 0.5 s to import, so functions that need it import it
 MANIFEST = "manifest.json"
 FORMAT = 1  # version of the manifest and of the files it lists
 PARAMS, REST = "params", "rest"
+Trees = dict[str, Any]  # by these names
 TRAINED = "trained"  # in REST: the parameters that `OptimConfig.eval_params` makes others of
 # Bytes to read or write at once, or the largest array, or a sixteenth of all, whichever is most.
 # Without a limit Orbax copies all arrays at once: another model in memory.
@@ -94,7 +95,7 @@ class Checkpoints:
         """Return the last step, or None if there are no checkpoints."""
         return max(self.steps(), default=None)
 
-    def manifest(self, step: int) -> dict[str, Any]:
+    def manifest(self, step: int) -> Json:
         """Return what was written with a checkpoint: `val_loss`, `arrays`, `files` and others.
 
         Raises `CorruptCheckpoint` if it was changed, or if a field has another type.
@@ -197,7 +198,7 @@ class Checkpoints:
         """Start to save only parameters, of any dtype: training cannot resume from them."""
         self._save({PARAMS: params}, step, None)
 
-    def _save(self, items: dict[str, Any], step: int, val_loss: float | None) -> None:
+    def _save(self, items: Trees, step: int, val_loss: float | None) -> None:
         import orbax.checkpoint as ocp
 
         self.wait()
@@ -214,7 +215,7 @@ class Checkpoints:
         about |= {"val_loss": _finite(val_loss), "arrays": arrays}
         self._sealing = self._pool.submit(self._seal, writer, partial, about)
 
-    def _seal(self, writer: ocp.AsyncCheckpointer, partial: Path, about: dict[str, Any]) -> None:
+    def _seal(self, writer: ocp.AsyncCheckpointer, partial: Path, about: Json) -> None:
         """Wait for the arrays, write the manifest, publish the checkpoint, and remove old ones."""
         step = about["step"]
         try:
@@ -280,7 +281,7 @@ class Checkpoints:
         """Restore the parameters, in the dtypes that were saved. like: shapes and shardings."""
         return self._restore(step, {PARAMS: like}, as_saved=DTYPES)[PARAMS]
 
-    def _restore(self, step: int, like: dict[str, Any], as_saved: Sequence[str] = ()) -> dict[str, Any]:
+    def _restore(self, step: int, like: Trees, as_saved: Sequence[str] = ()) -> Trees:
         """Restore trees by name, in the dtypes of `like`, or the saved ones if in `as_saved`."""
         import orbax.checkpoint as ocp
 
@@ -312,7 +313,7 @@ def open_checkpoints(run: Path) -> Checkpoints:
     return checkpoints
 
 
-def _handler(items: dict[str, Any]) -> ocp.CompositeCheckpointHandler:
+def _handler(items: Trees) -> ocp.CompositeCheckpointHandler:
     """Return Orbax's handler of these trees, which limits the bytes that it moves at once.
 
     What it saves is not compressed: zstd makes trained weights 7% smaller, and takes twice the time to
@@ -329,7 +330,7 @@ def _handler(items: dict[str, Any]) -> ocp.CompositeCheckpointHandler:
     return ocp.CompositeCheckpointHandler(**made)
 
 
-def _to_items(state: TrainState, eval_params: Params | None) -> dict[str, Any]:
+def _to_items(state: TrainState, eval_params: Params | None) -> Trees:
     """Return what is saved of a state: all but frozen parameters. See `Checkpoints.save`."""
     guard = _Guard(skipped=state.skipped, in_row=state.in_a_row)
     rest = {"step": state.step, "opt_state": state.opt_state, "guard": guard}
@@ -405,6 +406,6 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _render(body: dict[str, Any]) -> str:
+def _render(body: Json) -> str:
     """Return the canonical text of a manifest, with its SHA-256: any changed bit is detected."""
     return json.dumps({**body, "sha256": json_sha256(body)}, indent=1) + "\n"

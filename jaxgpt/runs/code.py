@@ -29,7 +29,7 @@ from jaxgpt.config.serialize import class_name, from_dict, to_dict
 from jaxgpt.config.validate import short
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
-from jaxgpt.files import cache_directory, is_there, json_sha256, make_cache, read_bytes
+from jaxgpt.files import Json, cache_directory, is_there, json_sha256, make_cache, read_bytes
 
 FOLDER = "code"  # in a run directory
 NOT_OWN = Path(__file__).parents[1], Path(os.__file__).parent  # jaxgpt and Python's library
@@ -249,13 +249,8 @@ def is_trusting() -> bool:
     return bool(_TRUSTED)
 
 
-def pack(experiment: Experiment) -> tuple[dict[str, Any], Files]:
-    """Return an experiment as another process can make it again: its values, and the code of its own classes."""
-    return to_dict(experiment), own_code(experiment)
-
-
-def unpack(values: dict[str, Any], files: Files) -> Experiment:
-    """Return the experiment of `pack`. Its code is trusted: it comes from the process that gave this one its task."""
+def unpack(values: Json, files: Files) -> Experiment:
+    """Return the experiment of `to_dict` and `own_code`, which is trusted: it is of the process that gave the task."""
     with tempfile.TemporaryDirectory() as directory:
         _write(files, Path(directory) / FOLDER)
         find = functools.partial(find_class, directory=Path(directory), digests=digests_of(files), trusted=True)

@@ -16,14 +16,14 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxgpt.config.serialize import Checked, from_dict, to_dict
 from jaxgpt.config.validate import NonNegativeInt, PositiveInt, Size, check_value, short, short_repr
 from jaxgpt.data.corpus import service_errors
 from jaxgpt.errors import UserError, reason_of, shell_line
 from jaxgpt.experiment import Experiment
-from jaxgpt.files import is_there, json_sha256, read_json, write_whole
+from jaxgpt.files import Json, is_there, json_sha256, read_json, write_whole
 from jaxgpt.model import GPTConfig
 from jaxgpt.runs.bucket import BEGINNINGS, Bucket, HeldElsewhere, address_of, name_of
 from jaxgpt.runs.code import CodeError, digests_of, find_class, keep_code, own_code
@@ -40,7 +40,7 @@ STALE = 3600  # seconds without a line of metrics.jsonl, after which the holder 
 PATIENCE = 0.2  # seconds: `is_training` holds the lock for an instant
 FORMAT = 2  # of experiment.json and the run directory, raised when an older reader would misread it
 # The addresses of other processes do not belong to a record: one process may resume the run.
-ALONE: dict[str, Any] = {"coordinator": None, "processes": None, "process_id": None}
+ALONE: Json = {"coordinator": None, "processes": None, "process_id": None}
 LARGEST_METADATA = 2**24  # longest experiment.json to read, in bytes: about 100,000 token files
 
 
@@ -194,10 +194,10 @@ def write_metadata(
     experiment: Experiment,
     tokenizer: Tokenizer,
     *,
-    data: dict[str, Any],
+    data: Json,
     vocab_size: int | None,
-    tokenizer_config: dict[str, Any] | None = None,
-    imported: dict[str, Any] | None = None,
+    tokenizer_config: Json | None = None,
+    imported: Json | None = None,
     origin: Origin | None = None,
 ) -> None:
     """Write `experiment.json`, `tokenizer.json`, the code of classes that are not jaxgpt's and, for conversations, the chat template.
@@ -260,7 +260,7 @@ def extend_metadata(metadata: RunMetadata, experiment: Experiment, after: int) -
     _write(directory, record)
 
 
-def _write(directory: Path, record: dict[str, Any]) -> None:
+def _write(directory: Path, record: Json) -> None:
     """Write `experiment.json`, with its digest on a line that is easily deleted by hand."""
     sealed = {"format": FORMAT, "sha256": json_sha256(record), **record}
     write_whole(directory / "experiment.json", json.dumps(sealed, indent=2) + "\n")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxgpt.errors import CheckpointSaveError, reason_of
-from jaxgpt.files import is_there, open_file, open_whole, render_json, write_whole
+from jaxgpt.files import Json, is_there, open_file, open_whole, render_json, write_whole
 
 LARGEST_STEP, LARGEST = 2**63 - 1, sys.float_info.max  # larger numbers overflow in use
 
@@ -40,7 +40,7 @@ class MetricsFile:
         self._file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[Json]:
     """Return the lines in order. Damaged lines are left out with a warning: see `parse_metrics`."""
     lines, problem = parse_metrics(path)
     if problem:
@@ -48,7 +48,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def parse_metrics(path: Path) -> tuple[list[dict[str, Any]], str]:
+def parse_metrics(path: Path) -> tuple[list[Json], str]:
     """Return the lines in order, and how many are damaged, in words: "" if none is.
 
     A line with a value that `MetricsFile` does not write is damaged as one that is not JSON. A last
@@ -86,12 +86,12 @@ def rewind_metrics(path: Path, step: int) -> None:
     write_whole(path, "".join(f"{render_json(line)}\n" for line in kept))
 
 
-def finite_values(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+def finite_values(lines: Sequence[Json], name: str) -> list[tuple[int, float]]:
     """Return (step, value) of each finite value of a field, such as "val_loss": each step's last."""
     return sorted({x["step"]: x[name] for x in lines if x.get(name) is not None and math.isfinite(x[name])}.items())
 
 
-def plot_losses(lines: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+def plot_losses(lines: Sequence[Json], path: Path, title: str) -> None:
     """Plot the losses of a run, if there are any, to a PNG file. lines: of `metrics.jsonl`."""
     train, val = finite_values(lines, "loss"), finite_values(lines, "val_loss")
     if not train and not val:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from jaxgpt.data.mixture import recorded_sources, replace_addresses
 from jaxgpt.data.pipeline import Dataset
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.experiment import Experiment
-from jaxgpt.files import cache_directory, is_there
+from jaxgpt.files import Json, cache_directory, is_there
 from jaxgpt.runs.directory import RunMetadata, check_same_tokenizer
 
 # Prefixes of the fields that may differ when a run is resumed. All others decide the result.
@@ -92,7 +91,7 @@ def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, rem
     return dataset
 
 
-def describe_data_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def describe_data_changes(before: Json, now: Json) -> list[str]:
     """Describe the differences between two fingerprints. Token files are compared by name."""
     sources, sources_now = recorded_sources(before), recorded_sources(now)
     if len(sources) != len(sources_now):

@@ -18,7 +18,7 @@ from jaxgpt.data.template import check_message
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.data.tools import Offer, check_tools, offer_tools
 from jaxgpt.errors import UserError
-from jaxgpt.files import parse_json
+from jaxgpt.files import Json, parse_json
 from jaxgpt.run import Run
 from jaxgpt.sample import Sampling
 from jaxgpt.sample.engine import Request, prompt_keys
@@ -62,7 +62,7 @@ class RequestError(UserError):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the body of the response, in OpenAI's form."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = "rate_limit_error" if self.status == 429 else kind
@@ -187,7 +187,7 @@ def parse(kind: type[Fields], raw: bytes, temperature: float = 1.0) -> Fields:
             value = tuple(value) if isinstance(value, list) and hints[name] is not Any else value
             given[name] = check_value(name, value, hints[name])
     if filters:
-        chosen: dict[str, Any] = {"temperature": temperature}
+        chosen: Json = {"temperature": temperature}
         chosen |= {name: given.pop(name) for name in filters if name in given}
         with _naming("logit_bias"):  # the others have been checked
             given["sampling"] = Sampling(**chosen)
@@ -327,7 +327,7 @@ class Served:
             ids = self.run.prompt_format.encode_messages(conversation, tools, begin)
         return self._check_ids(ids, "messages")
 
-    def tokenize(self, p: TokenizeParameters) -> dict[str, Any]:
+    def tokenize(self, p: TokenizeParameters) -> Json:
         """Return the response with the ids of a prompt, as completions read it, or of messages."""
         ids = self.encode_messages(p.messages) if p.prompt is None else self.encode(p.prompt)
         texts = [self.text_of(i) for i in ids] if p.return_token_strs else None

@@ -7,12 +7,12 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 from starlette.responses import Response
 
-from jaxgpt.files import render_json
+from jaxgpt.files import Json, Say, render_json
 from jaxgpt.sample.engine import UNFINISHED, Detokenizer
 from jaxgpt.sample.score import PromptScores
 from jaxgpt.serve.requests import ChatParameters, CompletionParameters, RequestError, Row, Served
@@ -45,7 +45,7 @@ class Choice:
         self.row = row
         self.text, self.tokens = "", list[Token]()  # what has been returned
         self.finish: str | None = None  # "stop", "length" or "tool_calls" with the last addition
-        self.content, self.calls = "", list[dict[str, Any]]()  # the text without calls of tools, and these
+        self.content, self.calls = "", list[Json]()  # the text without calls of tools, and these
         self.num_tokens = self.num_cached = 0  # tokens generated, and tokens of the prompt that were not computed again
         self._served, self._has_many_calls = served, p.parallel_tool_calls
         self._echo = isinstance(p, CompletionParameters) and p.echo  # the prompt is the beginning of the text
@@ -123,7 +123,7 @@ class Answer:
         self.parameters, self.rows, self._served = p, rows, served
         self._is_chat = isinstance(p, ChatParameters)
         self._choices = [Choice(served, p, row) for row in rows]
-        self._head: dict[str, Any] = {
+        self._head: Json = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
             "object": "chat.completion" if self._is_chat else "text_completion",
             "created": int(time.time()),
@@ -131,9 +131,7 @@ class Answer:
             "system_fingerprint": served.fingerprint,
         }
 
-    async def deltas(
-        self, news: asyncio.Queue[Update | Exception], scheduler: Scheduler, log: Callable[[str], None] | None
-    ) -> Deltas:
+    async def deltas(self, news: asyncio.Queue[Update | Exception], scheduler: Scheduler, log: Say | None) -> Deltas:
         """Yield each choice with what is new. The slots are freed when the iterator is closed.
 
         log: prints prompts and completions. None prints nothing.
@@ -176,7 +174,7 @@ class Answer:
         chunk = self._head | ({"object": "chat.completion.chunk"} if self._is_chat else {})
         has_usage = (self.parameters.stream_options or {}).get("include_usage")
 
-        def render(choice: Choice, content: dict[str, Any], tokens: list[Token] | None, finish: str | None) -> bytes:
+        def render(choice: Choice, content: Json, tokens: list[Token] | None, finish: str | None) -> bytes:
             usage = {"usage": None} if has_usage else {}
             return render_event(chunk | {"choices": [self._render(choice, content, tokens, finish)]} | usage)
 
@@ -201,7 +199,7 @@ class Answer:
             yield render_event(chunk | {"choices": [], "usage": self.usage()})
         yield DONE
 
-    async def whole(self, deltas: Deltas) -> dict[str, Any]:
+    async def whole(self, deltas: Deltas) -> Json:
         """Return the response that is not a stream."""
         async with contextlib.aclosing(deltas):
             async for _ in deltas:
@@ -214,7 +212,7 @@ class Answer:
             found.append(self._render(choice, content, choice.tokens, choice.finish))
         return self._head | {"choices": found, "usage": self.usage()}
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> Json:
         """Return the numbers of tokens so far."""
         each = self._choices[:: self.parameters.n]  # each prompt once
         prompt = sum(len(choice.row.request.prompt) for choice in each)
@@ -222,9 +220,7 @@ class Answer:
         usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         return usage | {"prompt_tokens_details": {"cached_tokens": sum(choice.num_cached for choice in each)}}
 
-    def _render(
-        self, choice: Choice, content: dict[str, Any], tokens: list[Token] | None, finish: str | None
-    ) -> dict[str, Any]:
+    def _render(self, choice: Choice, content: Json, tokens: list[Token] | None, finish: str | None) -> Json:
         """Return a choice. Its log-probabilities are objects in a chat, and otherwise OpenAI's older lists.
 
         Of tokens with one text `top_logprobs` there has the likeliest. The lists `top_token_...` have all, best first.
@@ -276,11 +272,11 @@ def _by_text(token: Token) -> dict[str, float] | None:
     return None if math.isnan(token.logprob) else found
 
 
-def _describe(token: Token) -> dict[str, Any]:
+def _describe(token: Token) -> Json:
     best = [_entry(text, logprob) for _, text, logprob in token.top]
     return _entry(token.text, token.logprob) | {"top_logprobs": best}
 
 
-def _entry(text: str, logprob: float) -> dict[str, Any]:
+def _entry(text: str, logprob: float) -> Json:
     # Parts of characters have no bytes of their own in a decoded text.
     return {"token": text, "logprob": logprob, "bytes": None if UNFINISHED in text else list(text.encode())}

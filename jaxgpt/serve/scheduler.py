@@ -19,6 +19,7 @@ from typing import NamedTuple
 import prometheus_client
 
 from jaxgpt.errors import UserError
+from jaxgpt.files import Say
 from jaxgpt.sample.engine import Engine, Piece
 from jaxgpt.sample.score import PromptScores
 from jaxgpt.serve.requests import RequestError, Row
@@ -67,7 +68,7 @@ Score = Callable[[Sequence[int]], PromptScores]  # the log-probabilities of a pr
 class Scheduler:
     """Decode the rows of many requests in the slots of one engine."""
 
-    def __init__(self, engine: Engine, score: Score, *, queue: int, log: Callable[[str], None]):
+    def __init__(self, engine: Engine, score: Score, *, queue: int, log: Say):
         """Start the thread. queue: most rows that wait for a slot. log: prints a line."""
         self._engine, self._score, self._limit, self._log = engine, score, queue, log
         self.waiting: collections.deque[Row] = collections.deque()  # rows without a slot

@@ -1,4 +1,7 @@
-"""Serve a run: open the port, compile everything, guard the routes, and answer until a signal."""
+"""Serve a run: open the port, compile everything, route and guard requests, and answer until a signal.
+
+The application is an ASGI application over a scheduler, with a page at `/` on which one tries the model.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +18,46 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib import resources
 from typing import Any, Literal
 from urllib.parse import quote
 
 import jax
+import prometheus_client
 import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxgpt.errors import UserError, reason_of
-from jaxgpt.files import render_json
+from jaxgpt.files import Say, render_json
 from jaxgpt.run import Run
 from jaxgpt.sample.engine import Engine, prompt_key
 from jaxgpt.sample.programs import MAX_TOP
 from jaxgpt.sample.score import prompt_widths, score_prompt
 from jaxgpt.serve import ServeOptions
-from jaxgpt.serve.app import GRACE, make_app
-from jaxgpt.serve.requests import MAX_STOP_TOKENS, RequestError, Served
-from jaxgpt.serve.responses import refuse, render_event
+from jaxgpt.serve.requests import (
+    MAX_STOP_TOKENS,
+    ChatParameters,
+    CompletionParameters,
+    RequestError,
+    Served,
+    TokenizeParameters,
+    parse,
+)
+from jaxgpt.serve.responses import Answer, refuse, render_event, respond
 from jaxgpt.serve.scheduler import Scheduler
+from jaxgpt.tools.html_page import hash_source, read_asset
 
 LARGEST_BODY = 2**20  # bytes
 CONNECTIONS = 256
+GRACE = 10.0  # seconds in which running requests may end, after a signal
 KEEP_ALIVE = 30  # seconds for which an idle connection stays open. Clients give theirs up after fewer
 HOST = re.compile(r"(\[.*\]|[^:]*)(?::[0-9]*)?")  # an address or a name, and perhaps a port
 LONGEST_PATH = 200  # characters of a path in the log
@@ -71,7 +89,7 @@ def make_server(
     scheduler = Scheduler(engine, score, queue=served.queue, log=log)
     scheduler.status = "starting"
 
-    def compile_all(begin: Callable[[str], None]) -> None:
+    def compile_all(begin: Say) -> None:
         start = time.perf_counter()
         engine.warm_up(begin)
         prompt_key(jax.random.key(0), (0,))
@@ -91,7 +109,7 @@ def make_server(
     return guard(app, scheduler, options, key=key, log=log), compile_all
 
 
-def make_log(write: Callable[[str], None], form: Literal["text", "json"] = "text") -> Callable[..., None]:
+def make_log(write: Say, form: Literal["text", "json"] = "text") -> Callable[..., None]:
     """Return a function that writes a line, which is a text or has the fields of a request that has ended.
 
     form: in JSON, each line is an object with the time.
@@ -107,6 +125,100 @@ def make_log(write: Callable[[str], None], form: Literal["text", "json"] = "text
     return log
 
 
+def make_app(served: Served, scheduler: Scheduler, log: Say | None = None) -> Starlette:
+    """Return the application. Its shutdown waits for what runs.
+
+    log: prints prompts and completions. None prints nothing. Threads read the bodies: 1 MiB may take seconds.
+    """
+    run, is_chat = served.run, served.run.experiment.data.is_chat
+    own = {"context": served.block_size, "chat": is_chat, "temperature": served.temperature, "slots": served.slots}
+    own |= {"step": run.step, "chat_stop_token_ids": served.chat_stop_tokens if is_chat else None}
+    described = {"object": "model", "created": 0, "owned_by": "jaxgpt", "jaxgpt": own}
+
+    def completes(kind: type[CompletionParameters] | type[ChatParameters]) -> Callable[[Request], Awaitable[Response]]:
+        def plan(raw: bytes) -> Answer:
+            p = parse(kind, raw, served.temperature)
+            scheduler.check_room(1)  # before the prompts are encoded
+            return Answer(served, p, served.plan(p))
+
+        async def complete(request: Request) -> Response:
+            request.state.answer = answer = await asyncio.to_thread(plan, await request.body())
+            deltas = answer.deltas(scheduler.submit(answer.rows), scheduler, log)
+            if answer.parameters.stream:
+                headers = {"cache-control": "no-cache"}
+                return StreamingResponse(answer.events(deltas), headers=headers, media_type="text/event-stream")
+            return respond(await answer.whole(deltas))
+
+        return complete
+
+    async def tokenize(request: Request) -> Response:
+        raw = await request.body()
+        return respond(await asyncio.to_thread(lambda: served.tokenize(parse(TokenizeParameters, raw))))
+
+    async def models(request: Request) -> Response:
+        return respond({"object": "list", "data": [{"id": name, **described} for name in served.names]})
+
+    async def model(request: Request) -> Response:
+        served.check_name(request.path_params["name"])
+        return respond({"id": request.path_params["name"], **described})
+
+    async def health(request: Request) -> Response:
+        status = scheduler.status
+        return respond({"status": status}, 200 if status == "ok" else 503)
+
+    async def metrics(request: Request) -> Response:
+        text = prometheus_client.generate_latest(scheduler.metrics.registry)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    async def page(request: Request) -> Response:
+        html, policy = playground_page()
+        return HTMLResponse(html, headers={"content-security-policy": policy, "x-content-type-options": "nosniff"})
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(scheduler.close, GRACE)
+
+    routes = [
+        *(Route(path, models) for path in ("/v1/models", "/v1/models/")),
+        Route("/v1/models/{name:path}", model),
+        Route("/v1/completions", completes(CompletionParameters), methods=["POST"]),
+        Route("/v1/chat/completions", completes(ChatParameters), methods=["POST"]),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/health", health),
+        Route("/metrics", metrics),
+        Route("/", page),
+    ]
+    handlers = dict.fromkeys((UserError, HTTPException, Exception), _explain)
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+
+
+def _explain(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):  # no such path, or another method
+        error = RequestError(f"{request.method} {request.url.path[:80]}: {error.detail}", status=error.status_code)
+    elif not isinstance(error, UserError):
+        error = RequestError("an error of the server: see its log", status=500)
+    return refuse(error if isinstance(error, RequestError) else RequestError(str(error)))
+
+
+def playground_page() -> tuple[str, str]:
+    """Return the page as HTML, and its Content-Security-Policy, which allows requests only to its own server."""
+    html, own, program = (
+        resources.files("jaxgpt.serve").joinpath(f"playground.{kind}").read_text(encoding="utf-8")
+        for kind in ("html", "css", "js")
+    )
+    style, program = read_asset("page.css"), read_asset("page.js") + program
+    for mark, text in (("/*page.css*/", style), ("/*playground.css*/", own), ("/*playground.js*/", program)):
+        html = html.replace(mark, text)
+    styles = " ".join(f"'{hash_source(text)}'" for text in (style, own))
+    policy = (
+        f"default-src 'none'; connect-src 'self'; img-src data:; style-src {styles}; "
+        f"script-src '{hash_source(program)}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'"
+    )
+    return html, policy
+
+
 def guard(
     app: Starlette, scheduler: Scheduler, options: ServeOptions, *, key: str | None, log: Callable[..., None]
 ) -> ASGIApp:
@@ -116,7 +228,7 @@ def guard(
     return CORSMiddleware(guarded, allow_methods=["GET", "POST"], **allowed) if origins else guarded
 
 
-def serve(app: ASGIApp, compile_all: Callable[..., None], listener: socket.socket, say: Callable[[str], None]) -> None:
+def serve(app: ASGIApp, compile_all: Callable[..., None], listener: socket.socket, say: Say) -> None:
     """Serve until SIGINT or SIGTERM, which let running requests end, or the program that is being compiled.
 
     app, compile_all: from `make_server`. A thread answers requests, and this one compiles. say: prints a line.

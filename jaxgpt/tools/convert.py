@@ -9,19 +9,18 @@ import re
 import shlex
 import shutil
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from string import Template
-from typing import Any
 
 from jax.typing import DTypeLike
 
 from jaxgpt.data.conversations import find_end_of_turn
-from jaxgpt.data.template import ETX, ChatTemplate, Jinja, Turns, write_template
+from jaxgpt.data.template import ETX, ChatTemplate, Jinja, Turns, read_object, write_template
 from jaxgpt.data.tokenizer import fingerprint
-from jaxgpt.errors import UserError, reason_of, shell_line
+from jaxgpt.errors import UserError, shell_line
 from jaxgpt.experiment import Experiment
-from jaxgpt.files import cache_directory, is_there, read_json, render_json, write_whole
+from jaxgpt.files import Json, Say, cache_directory, is_there, render_json, write_whole
 from jaxgpt.gguf.file import FAMILIES, open_gguf, parse_dtype, to_gguf, write_gguf
 from jaxgpt.gguf.tokenizers import read_chat_template, read_ends, tokenizer_fields
 from jaxgpt.hf.families import find_family
@@ -30,7 +29,6 @@ from jaxgpt.hf.source import (
     BESIDE_TOKENIZER,
     HF_FOLDER,
     HUB_ID,
-    LARGEST_CONFIG,
     README,
     Source,
     copy_files,
@@ -55,7 +53,7 @@ from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.tools.html_page import read_asset
 
 
-def find_run_of(name: str, say: Callable[[str], None]) -> str:
+def find_run_of(name: str, say: Say) -> str:
     """Return the run into which a model is imported: a GGUF file, a folder of Hugging Face's, or an id on the Hub.
 
     Any other name is returned as it is. A model that has changed since is imported again.
@@ -123,7 +121,7 @@ def import_model(
     return source
 
 
-def _keep_settings(fields: dict[str, Any], source: Source, directory: Path) -> None:
+def _keep_settings(fields: Json, source: Source, directory: Path) -> None:
     """Keep the chat template and the ends of a text, of the fields of a GGUF file, in a run directory."""
     template = {"chat_template": read_chat_template(fields)}
     for token in ("bos", "eos"):
@@ -141,15 +139,6 @@ def _check_empty(directory: Path, option: str) -> None:
     """Raise `UserError` unless a directory is absent or empty. option: where another one is named."""
     if is_there(directory, f"See {option}.") and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory} exists and is not empty: name another with {option}")
-
-
-@contextlib.contextmanager
-def _writing(out: Path) -> Generator[None]:
-    """Raise `UserError` where a file system refuses what is written to `out`."""
-    try:
-        yield
-    except OSError as e:
-        raise UserError(f"cannot write to {out}: {reason_of(e)}. Name another place with --out.") from None
 
 
 def _load_to_export(metadata: RunMetadata, model_type: str | None) -> tuple[Run, Family, ChatTemplate | None]:
@@ -178,7 +167,7 @@ def export_gguf(run: str | Path | None, out: str | Path, *, dtype: str | None = 
         The file.
 
     Raises:
-        UserError: llama.cpp has no such architecture or tokenizer (nothing is written then), or `out` cannot be written.
+        UserError: llama.cpp has no such architecture or tokenizer. Nothing is written then.
     """
     dtype, directory, out = parse_dtype(dtype), find_run(run), Path(out)
     _check_empty(out, "--out")
@@ -196,8 +185,7 @@ def export_gguf(run: str | Path | None, out: str | Path, *, dtype: str | None = 
     jinja = own.source if isinstance(own, Jinja) else own.jinja() if template is not None else None
     fields |= {"general.name": loaded.experiment.name}
     fields |= tokenizer_fields(loaded.tokenizer, config.vocab_size, chat_template=jinja, ends=ends)
-    with _writing(out):
-        write_gguf(out, fields, tensors, dtype)
+    write_gguf(out, fields, tensors, dtype)
     return out
 
 
@@ -209,7 +197,7 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
     """
     directory, out = find_run(run), Path(out)
     _check_empty(out, "--out")
-    imported = _read_object(directory / HF_FOLDER / "config.json")  # an imported model's, else empty
+    imported = read_object(directory / HF_FOLDER / "config.json")  # an imported model's, else empty
     loaded, family, template = _load_to_export(read_metadata(directory), imported.get("model_type"))
     config = loaded.model.config
     if config.position == "rope" and imported.get("model_type") == family.model_type:
@@ -223,15 +211,22 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
     # No pad here: PyTorch would give its row of the embedding no gradient.
     special = {"bos_token_id": ids["bos"], "eos_token_id": ids["eos"], "pad_token_id": None}
     written = (imported or special) | family.write(config) | {"dtype": stored_as, "torch_dtype": stored_as}
-    with _writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-        write(out, tensors, shard)
-        _write_json(out / "config.json", written)
-        write_tokenizer(out, loaded, template)
-        if loaded.metadata.imported and (directory / HF_FOLDER / README).exists():  # with the model's license
-            copy_files(directory / HF_FOLDER, out, [README])
-        else:
-            write_whole(out / README, _model_card(loaded, family))
+    out.mkdir(parents=True, exist_ok=True)
+    write(out, tensors, shard)
+    _write_json(out / "config.json", written)
+    write_tokenizer(out, loaded, template)
+    if loaded.metadata.imported and (directory / HF_FOLDER / README).exists():  # with the model's license
+        copy_files(directory / HF_FOLDER, out, [README])
+    else:
+        card = Template(read_asset("model_card.md")).substitute(
+            dataclasses.asdict(loaded.model.config.explicit()),
+            name=loaded.experiment.name,
+            model_type=family.model_type,
+            architecture=family.architecture,
+            parameters=f"{count_parameters(loaded.params):,}",
+            origin="\n".join(f"- {fact}." for fact in _list_facts(loaded)),
+        )
+        write_whole(out / README, card)  # the Hub reads its header
     return out
 
 
@@ -246,7 +241,7 @@ def export_peft(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | N
     lora, base = metadata.experiment.lora, metadata.experiment.train.init_from
     if lora.rank is None:
         raise UserError(f"{directory} has no adapters (--lora.rank). Give --to hf, to export its parameters.")
-    hf = _read_object(directory / HF_FOLDER / "config.json")
+    hf = read_object(directory / HF_FOLDER / "config.json")
     loaded, family, template = _load_to_export(metadata, hf.get("model_type"))
     if (of := load_base(metadata).metadata) is not None:  # a run, which may have been imported
         base = (of.imported or {}).get("from")
@@ -258,11 +253,10 @@ def export_peft(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | N
     like = with_shardings(model.shapes(), whole_everywhere())
     adapters = restore_adapters(metadata, open_checkpoints(directory), loaded.step, like)
     tensors, config = to_peft(unstack_layers(model, adapters)[1], lora, family, loaded.model.config, dtype)
-    with _writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-        write_file(out / "adapter_model.safetensors", tensors)
-        _write_json(out / "adapter_config.json", {"base_model_name_or_path": base} | config)
-        write_tokenizer(out, loaded, template)
+    out.mkdir(parents=True, exist_ok=True)
+    write_file(out / "adapter_model.safetensors", tensors)
+    _write_json(out / "adapter_config.json", {"base_model_name_or_path": base} | config)
+    write_tokenizer(out, loaded, template)
     return out
 
 
@@ -278,7 +272,7 @@ def write_tokenizer(out: Path, run: Run, template: ChatTemplate | None) -> None:
     if (text := tokenizer_json(run.tokenizer, end)) is not None:
         write_whole(out / "tokenizer.json", text)
         copy_files(run.directory, out, BESIDE_TOKENIZER)
-        values = original = _read_object(out / "tokenizer_config.json")
+        values = original = read_object(out / "tokenizer_config.json")
         if "tokenizer_class" not in values:  # otherwise the file is complete
             values = tokenizer_config(run.tokenizer, run.model.config.block_size, end) | values
         if isinstance(template, Turns):  # our own template: other libraries need it in Jinja
@@ -290,7 +284,7 @@ def write_tokenizer(out: Path, run: Run, template: ChatTemplate | None) -> None:
         copy_files(generation.parent, out, [generation.name])
         return
     ids = {f"{t}_token_id": i for t, i in special_ids(run.tokenizer, end).items() if t != "unk"}
-    values = ids | _read_object(generation)
+    values = ids | read_object(generation)
     if template is not None:
         ends = values["eos_token_id"]
         values["eos_token_id"] = _end_turns(ends if isinstance(ends, list) else [ends], run, template)
@@ -303,26 +297,8 @@ def _visible_end(run: Run, template: ChatTemplate | None) -> int | None:
     return end if end is not None and run.tokenizer.decode([end]) == ETX else None
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, empty if there is none."""
-    values = read_json(path, LARGEST_CONFIG) if path.exists() else {}
-    return values if isinstance(values, dict) else {}
-
-
-def _write_json(path: Path, values: dict[str, Any]) -> None:
+def _write_json(path: Path, values: Json) -> None:
     write_whole(path, render_json(values, indent=2, ensure_ascii=False) + "\n")
-
-
-def _model_card(run: Run, family: Family) -> str:
-    """Return README.md, whose header the Hub reads."""
-    return Template(read_asset("model_card.md")).substitute(
-        dataclasses.asdict(run.model.config.explicit()),
-        name=run.experiment.name,
-        model_type=family.model_type,
-        architecture=family.architecture,
-        parameters=f"{count_parameters(run.params):,}",
-        origin="\n".join(f"- {fact}." for fact in _list_facts(run)),
-    )
 
 
 def _list_facts(run: Run) -> list[str]:

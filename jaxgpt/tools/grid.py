@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxgpt.config.serialize import to_dict
 from jaxgpt.data.corpus import open_bucket, service_errors
 from jaxgpt.errors import Diverged, Preempted, first_line
 from jaxgpt.experiment import Experiment
-from jaxgpt.files import write_whole
+from jaxgpt.files import Json, Say, write_whole
 from jaxgpt.runs.bucket import HeldElsewhere, address_of
-from jaxgpt.runs.code import Files, pack, unpack
+from jaxgpt.runs.code import Files, own_code, unpack
 from jaxgpt.runs.directory import CLAIM, fetch_run, is_run, lock_run, read_metadata
 from jaxgpt.runs.metrics import finite_values, read_metrics
 from jaxgpt.runs.resume import check_same_configuration
@@ -54,7 +55,7 @@ class Curve:
 
 def train_grid(
     grid: Sequence[GridRun],
-    say: Callable[[str], None],
+    say: Say,
     fit_one: Callable[..., Any] = fit,
     executor: Executor | None = None,
     *,
@@ -66,7 +67,6 @@ def train_grid(
 
     Args:
         grid: the runs.
-        say: receives a line of text for each run.
         fit_one: trains a run as `jaxgpt.fit` does. An executor calls `jaxgpt.fit`.
         executor: trains several at once. None means one after another, here.
         waits: whether to wait for runs that other processes train.
@@ -125,14 +125,14 @@ def train_here(runs: dict[int, GridRun], fit_one: Callable[..., Any]) -> Iterato
 def train_there(runs: dict[int, GridRun], executor: Executor) -> Iterator[tuple[int, Future[Curve]]]:
     """Train runs by an executor, and yield the number and the curve of each as it ends."""
     submitted = {
-        executor.submit(train_unpacked, *pack(experiment), directory): number
+        executor.submit(train_unpacked, to_dict(experiment), own_code(experiment), directory): number
         for number, (_, experiment, directory) in runs.items()
     }
     for done in as_completed(submitted):
         yield submitted[done], done
 
 
-def train_unpacked(values: dict[str, Any], files: Files, directory: Path) -> Curve:
+def train_unpacked(values: Json, files: Files, directory: Path) -> Curve:
     """Train a run in a process that an executor has started: the task of a grid."""
     try:
         return train_or_resume(unpack(values, files), directory, fit)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxgpt.files import GENERATOR, write_whole
+from jaxgpt.files import GENERATOR, Json, write_whole
 
 
 class Arrays:
@@ -26,7 +26,7 @@ class Arrays:
         self.raw = bytearray()
         self.words: dict[int, int] = {}  # index by token id, in order of insertion
 
-    def put(self, array: np.ndarray | None) -> dict[str, Any] | None:
+    def put(self, array: np.ndarray | None) -> Json | None:
         """Add an array of uint8, int8, int32 or float32. Return its reference: offset in bytes, type and shape, or None."""
         if array is None:
             return None
@@ -36,7 +36,7 @@ class Arrays:
         self.raw += bytes(-len(self.raw) % 4)  # JavaScript's arrays begin at a multiple of their element size
         return {"at": at, "type": little.dtype.str[1:], "shape": list(array.shape)}
 
-    def put_tokens(self, tokens: ArrayLike) -> dict[str, Any] | None:
+    def put_tokens(self, tokens: ArrayLike) -> Json | None:
         """Add token ids as indices into `words`. Return the reference."""
         tokens = np.asarray(tokens)
         known, inverse = np.unique(tokens, return_inverse=True)
@@ -44,7 +44,7 @@ class Arrays:
         return self.put(np.array(indices, np.int32)[inverse].reshape(tokens.shape))
 
 
-def render_html(names: Sequence[str], data: dict[str, Any], arrays: Arrays) -> str:
+def render_html(names: Sequence[str], data: Json, arrays: Arrays) -> str:
     """Return the page on which the programs `NAME.js` draw `data`, "title" among them. The last program begins.
 
     Text from users in `data` is never parsed as HTML: it is embedded as JSON without a "<", and the program inserts it

@@ -8,16 +8,16 @@ import functools
 import operator
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxgpt.data.corpus import service_errors
 from jaxgpt.errors import UserError, first_line, reason_of
-from jaxgpt.files import Result, is_there
+from jaxgpt.files import Json, Result, Say, is_there
 from jaxgpt.model import GPTConfig
 from jaxgpt.parallel import limits
 from jaxgpt.runs.bucket import TO_LIST, Bucket, address_of
@@ -49,14 +49,13 @@ def runs(
     directory: str = "runs",
     *,
     sort: Literal["date", "loss", "name", "size", "speed", "tokens"] = "name",
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = lambda text: None,
 ) -> Result:
     """List all runs below a directory.
 
     Args:
         directory: is searched at any depth, but links are not followed. It may be the address of a bucket
         sort: the column to sort by: best loss, largest number or newest date first
-        say: receives a line of text if there are none.
     """
     found = _read_bucket(directory) if address_of(directory) else read_rows(Path(directory))
     field = operator.attrgetter(sort)
@@ -76,7 +75,11 @@ def read_rows(directory: Path) -> list[Row]:
     for folder, folders, files in os.walk(directory, onerror=unreadable.append):  # which follows no links
         if "experiment.json" in (*files, *folders):
             folders[:] = [name for name in folders if name != "checkpoints"]
-            rows.append(_read_row(Path(folder)))
+            try:
+                rows.append(_read_run(Path(folder)))
+            except (OSError, OverflowError, ValueError) as e:  # also `UserError`
+                problem = first_line(e).removeprefix(f"{folder}/")
+                rows.append(Row(name=folder, status="damaged", problem=problem))
     rows += [Row(name=str(e.filename), status="damaged", problem=f"cannot be read: {reason_of(e)}") for e in unreadable]
     return sorted(rows, key=lambda row: row.name)
 
@@ -94,29 +97,20 @@ def _read_bucket(address: str) -> list[Row]:
     return rows
 
 
-def _read_row(directory: Path) -> Row:
-    """Return the row of a run, also of one that cannot be read."""
-    try:
-        return _read_run(directory)
-    except (OSError, OverflowError, ValueError) as e:  # also `UserError`
-        return Row(name=str(directory), status="damaged", problem=first_line(e).removeprefix(f"{directory}/"))
-
-
 def _read_run(directory: Path) -> Row:
     """Return the row of a run, with what is left of a damaged log. Raises `UserError` for a run that cannot be read."""
     metadata, log = read_metadata(directory), directory / "metrics.jsonl"
     lines, problem = parse_metrics(log)
     written = max(path.stat().st_mtime for path in (directory / "experiment.json", log) if path.exists())
-    config, is_imported = metadata.experiment.train, metadata.imported is not None
-    step = max((line["step"] for line in lines), default=0)
+    config, step = metadata.experiment.train, max((line["step"] for line in lines), default=0)
     names = ("val_loss", "reward", "tokens_per_second")
     losses, rewards, rates = ([value for _, value in finite_values(lines, name)] for name in names)
+    trained = {"step": step, "steps": config.steps}
+    trained["tokens"] = step * config.batch_size * metadata.experiment.model.block_size
     return Row(
         name=str(directory),
         status="damaged" if problem else _status(metadata, lines, step),
-        step=None if is_imported else step,
-        steps=None if is_imported else config.steps,
-        tokens=None if is_imported else step * config.batch_size * metadata.experiment.model.block_size,
+        **(trained if metadata.imported is None else {}),
         size=None if metadata.model.is_foreign else count_parameters(metadata.model),
         loss=min(losses, default=None),
         reward=rewards[-1] if rewards else None,
@@ -126,7 +120,7 @@ def _read_run(directory: Path) -> Row:
     )
 
 
-def _status(metadata: RunMetadata, lines: list[dict[str, Any]], step: int) -> str:
+def _status(metadata: RunMetadata, lines: list[Json], step: int) -> str:
     """Return the status of a run. It is complete if its last checkpoint exists."""
     steps, most = metadata.experiment.train.steps, metadata.experiment.optim.max_skipped
     if metadata.imported is not None:

@@ -19,7 +19,7 @@ import itertools
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -33,14 +33,14 @@ from jaxgpt.data.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
     Tokenizer,
-    encode_pieces,
+    encode_piece,
     fingerprint,
     load_tokenizer,
     token_dtype,
     train_bpe,
 )
 from jaxgpt.errors import UserError, first_line, reason_of, shell_line
-from jaxgpt.files import Result, is_there, open_file
+from jaxgpt.files import Json, Result, Say, is_there, open_file
 from jaxgpt.tools.executor import Executor, Workers, count_threads, open_executor
 
 KIND = re.compile(r"(?s).*\.(?:(txt|jsonl)(?:\.(gz|zst))?|parquet)")
@@ -75,7 +75,7 @@ def prepare(
     val_fraction: Fraction = 0.0005,
     shard_tokens: Annotated[int, Interval(ge=1000, le=2**31 - 1)] = 100_000_000,
     workers: Workers = Workers(),  # noqa: B008, it is frozen
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = lambda text: None,
 ) -> Result:
     """Turn text into token shards for training.
 
@@ -90,7 +90,6 @@ def prepare(
         val_fraction: share of the documents to hold out, chosen by the hash of their text
         shard_tokens: tokens per shard, of which the last has fewer
         workers: where the text is encoded, which changes no byte. By default a process for each core
-        say: receives lines about the progress
     """
     # Not with the module, which each worker imports: jax takes 1.5 s.
     from jaxgpt.data.shards import delete_written, write_shards
@@ -131,21 +130,21 @@ def prepare(
     return describe(place, index)
 
 
-def describe(place: Path, index: dict[str, Any]) -> Result:
+def describe(place: Path, index: Json) -> Result:
     """Return the folder and the index of complete shards."""
-    said = []
+    said, shards = [], []
     for split, name in zip(SPLITS, ("training", "validation"), strict=True):
         shards = [shard for shard in index["shards"] if shard["file"].startswith(split)]
         tokens, documents = (sum(shard[key] for shard in shards) for key in ("tokens", "documents"))
         said.append(f"{tokens:,} {name} tokens of {documents:,} documents (shards: {len(shards):,})")
-    if not any(shard["file"].startswith("val") for shard in index["shards"]):
+    if not shards:  # of validation, which is last
         share = index["arguments"]["val_fraction"]
         said.append(f"no document is held out by val_fraction={share}, so training holds out the last tokens")
     next_line = shell_line("jaxgpt", "train", "--data.path", place)
     return Result({"place": str(place), "index": index}, f"{place}: {'; '.join(said)}\nnext: {next_line}")
 
 
-def read_index(place: Path, given: dict[str, Any], names: dict[str, int]) -> dict[str, Any]:
+def read_index(place: Path, given: Json, names: dict[str, int]) -> Json:
     """Return the index to go on from. Raises `UserError` if the folder holds something else, or other arguments."""
     from jaxgpt.data import shards
 
@@ -166,7 +165,7 @@ def read_index(place: Path, given: dict[str, Any], names: dict[str, int]) -> dic
     return shards.make_index(given, names) | {"text": {split: {"bytes": 0, "characters": 0} for split in SPLITS}}
 
 
-def check_files(place: Path, index: dict[str, Any]) -> None:
+def check_files(place: Path, index: Json) -> None:
     """Raise `UserError` unless the files that an index lists are as they were written."""
     from jaxgpt.data.shards import check_shards, check_tokenizer, open_shard, scan
 
@@ -179,7 +178,7 @@ def check_files(place: Path, index: dict[str, Any]) -> None:
 
 
 def encode_sources(
-    index: dict[str, Any], tokenizer: Tokenizer, file: Path, executor: Executor, say: Callable[[str], None]
+    index: Json, tokenizer: Tokenizer, file: Path, executor: Executor, say: Say
 ) -> Generator[tuple[dict[str, np.ndarray], list[int]]]:
     """Yield the tokens of the sources from the index's position on, each batch with the position after it.
 
@@ -250,8 +249,8 @@ def read_rows(name: str, column: str, skip: int) -> Iterator[tuple[int, Any]]:
 
             # Else a column of a row group is read at once, however large it is.
             file = pyarrow.parquet.ParquetFile(raw, buffer_size=PIECE, pre_buffer=False)
-            if column not in (has := file.schema_arrow.names):
-                raise _no_column(name, column, has)
+            if column not in file.schema_arrow.names:
+                read_column(dict.fromkeys(file.schema_arrow.names), column, name)  # raises
             batches = file.iter_batches(16, columns=[column])
             values = (value for batch in batches for value in batch.to_pylist())
             yield from itertools.islice(enumerate(values), skip, None)
@@ -315,16 +314,13 @@ def read_pieces(
 
 def read_column(row: Any, column: str, where: str) -> str:
     """Return the text in a column of a row. Raises `UserError` if there is none."""
-    if not isinstance(row, dict) or column not in row:
-        raise _no_column(where, column, row)
-    if not isinstance(row[column], str | None):
+    held = row if isinstance(row, dict) else {}
+    if column not in held:
+        has = ", ".join(map(str, held))[:300] or type(row).__name__
+        raise UserError(f"{where}: there is no column {column!r}, it has {has}: give --column")
+    if not isinstance(held[column], str | None):
         raise UserError(f"{where}: column {column!r} is no text: give another --column")
-    return (row[column] or "").encode(errors="replace").decode()  # JSON can hold half of a surrogate pair
-
-
-def _no_column(where: str, column: str, has: Iterable[str]) -> UserError:
-    names = ", ".join(map(str, has))[:300] if isinstance(has, list | dict) else f"no object but {type(has).__name__}"
-    return UserError(f"{where}: there is no column {column!r}, it has {names}: give --column")
+    return (held[column] or "").encode(errors="replace").decode()  # JSON can hold half of a surrogate pair
 
 
 def cut(parts: Iterable[str]) -> Iterator[tuple[str, str, str]]:
@@ -378,12 +374,16 @@ def find_end(tokenizer: Tokenizer) -> int | None:
     return 255 if isinstance(tokenizer, ByteTokenizer) else tokenizer.end_of_text
 
 
-def encode_batch(tokenizer: Tokenizer, batch: list[Piece]) -> dict[str, np.ndarray]:
-    """Return the tokens of each split, in order, with the ends of documents."""
+_load = functools.cache(load_tokenizer)  # once in a process
+
+
+def encode_batch(file: Path, batch: list[Piece]) -> dict[str, np.ndarray]:
+    """Return the tokens of each split, in order, with the ends of documents: the task of an executor."""
+    tokenizer = _load(file)
     end = np.array([find_end(tokenizer)])
-    found = encode_pieces(tokenizer, [(piece.before, piece.text, piece.after) for piece in batch])
     parts = {split: [end[:0]] for split in SPLITS}
-    for piece, ids in zip(batch, found, strict=True):
+    for piece in batch:
+        ids = encode_piece(tokenizer, piece.before, piece.text, piece.after)
         parts[piece.split] += [ids, end] if piece.is_last else [ids]
     return {split: np.concatenate(part).astype(token_dtype(tokenizer.vocab_size)) for split, part in parts.items()}
 
@@ -401,16 +401,8 @@ def encode_all(
             batch.append(piece)
             size += piece.size
         if batch and (piece is None or size + 256 * len(batch) > PIECE):  # a million short texts are too many
-            waiting.append((batch, executor.submit(encode_apart, file.absolute(), batch)))
+            waiting.append((batch, executor.submit(encode_batch, file.absolute(), batch)))
             batch, size = [], 0
         while waiting and (piece is None or len(waiting) > 2 * executor.size):
             done, future = waiting.popleft()
             yield done, future.result()
-
-
-_load = functools.cache(load_tokenizer)  # once in a process
-
-
-def encode_apart(file: Path, batch: list[Piece]) -> dict[str, np.ndarray]:
-    """Encode a batch in a process that an executor has started."""
-    return encode_batch(_load(file), batch)

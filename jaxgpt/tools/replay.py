@@ -12,9 +12,8 @@ import collections
 import dataclasses
 import math
 import secrets
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
 import jax
 import numpy as np
@@ -22,11 +21,11 @@ import numpy as np
 from jaxgpt.config.validate import Count, Fraction, Interval, check_value
 from jaxgpt.config.words import replace_fields
 from jaxgpt.errors import UserError
-from jaxgpt.files import parse_json, render_json
+from jaxgpt.files import Json, Say
 from jaxgpt.parallel.jax_setup import device_name
 from jaxgpt.parallel.trainer import fit_devices, gather_params
-from jaxgpt.runs.autopsy import NonFiniteReport, debug_step
 from jaxgpt.runs.checkpoint import CorruptCheckpoint, open_checkpoints
+from jaxgpt.runs.checks import NonFiniteReport, debug_step
 from jaxgpt.runs.directory import RunMetadata, find_run, installed_versions, read_metadata
 from jaxgpt.runs.metrics import parse_metrics, read_metrics
 from jaxgpt.train import TrainState, why_skipped
@@ -47,13 +46,9 @@ class ReplayResult:
     loss: float  # nats per token
     grad_norm: float
     skipped: str | None  # why the step was skipped. None means that it was taken
-    logged: dict[str, Any] | None  # the line of this step in metrics.jsonl. None if it was not logged
+    logged: Json | None  # the line of this step in metrics.jsonl. None if it was not logged
     equal: bool | None  # loss equal bit for bit to the logged one, or the same reason to skip. None if not logged
     findings: NonFiniteReport | None  # None if the step is finite
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields. A number that is not finite is a word, such as "nan"."""
-        return parse_json(render_json(dataclasses.asdict(self), not_finite=str), "the replay")
 
     def __str__(self) -> str:
         logged = "not logged" if self.logged is None else str(self.logged.get("skipped", self.logged.get("loss")))
@@ -66,13 +61,12 @@ gradient norm  {self.grad_norm}"""
         return found if self.findings is None else f"{found}\n{self.findings}"
 
 
-def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = lambda text: None) -> ReplayResult:
+def replay(run: str | Path | None, step: int, *, say: Say = lambda text: None) -> ReplayResult:
     """Repeat one training step of a run, writing nothing.
 
     Args:
         run: run directory, by default the newest under runs/
         step: the step to repeat, with all steps since the newest checkpoint before it, or the seed
-        say: receives a line of text with the state that the replay starts from.
 
     Raises:
         UserError: the run, the step or its text does not exist.
@@ -136,12 +130,11 @@ class AuditResult:
         return "\n".join(lines)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Claims:
+class _Claims(NamedTuple):
     """The numbers that a run states for its steps."""
 
-    steps: dict[int, dict[str, Any]]  # the lines of metrics.jsonl with a loss or a reason to skip
-    validations: dict[int, dict[str, Any]]  # the lines with a validation loss
+    steps: dict[int, Json]  # the lines of metrics.jsonl with a loss or a reason to skip
+    validations: dict[int, Json]  # the lines with a validation loss
     kept: dict[int, float | None]  # the validation loss of each undamaged checkpoint
 
 
@@ -152,7 +145,7 @@ def audit(
     seed: Annotated[int, Interval(ge=0, lt=2**32)] | None = None,
     data: str | None = None,
     tolerance: Fraction = 0.0,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = lambda text: None,
 ) -> AuditResult:
     """Check a run's numbers by taking random steps again.
 
@@ -166,7 +159,6 @@ def audit(
         seed: seed of the random draw, by default a new one each time
         data: the text, if it is elsewhere now, by default where the run read it
         tolerance: relative difference to accept, for a run of other hardware or versions. 0 accepts only equal bits
-        say: receives a line of text before steps are repeated.
 
     Raises:
         UserError: the run is imported or has no checkpoint, or its configuration or data have changed or are missing.
@@ -306,7 +298,7 @@ def _validate(training: Training, claims: _Claims, step: int, state: TrainState,
     return _compare(f"step {step}: ", claimed, {"val_loss": val_loss, **val_losses}, tolerance)
 
 
-def _compare(what: str, claimed: dict[str, Any], again: dict[str, Any], tolerance: float) -> list[str]:
+def _compare(what: str, claimed: Json, again: Json, tolerance: float) -> list[str]:
     """Return the names whose numbers or arrays differ, or which only one has. None stands for one that is not finite."""
     findings = []
     for name in sorted({*claimed, *again}):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from jaxgpt.config.serialize import differences, to_dict
 from jaxgpt.config.validate import Size, check_count
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
-from jaxgpt.files import Result, new_file
+from jaxgpt.files import Json, Result, new_file
 from jaxgpt.parallel.limits import count_parameters
 from jaxgpt.run import Run, load, load_run
 from jaxgpt.runs.bucket import name_of
@@ -41,7 +40,7 @@ def report(run: str | Path | None, *, out: str | None = None, force: bool = Fals
     return Result(summary, write_page(page, html))
 
 
-def make_report(run: Run, *, tokens: int = 200) -> tuple[dict[str, Any], str]:
+def make_report(run: Run, *, tokens: int = 200) -> tuple[Json, str]:
     """Return a summary of a run and the HTML page: see `report`."""
     lines = read_metrics(run.directory / "metrics.jsonl")
     names = dict.fromkeys(name for line in lines for name in line if name not in UNPLOTTED)
@@ -49,7 +48,7 @@ def make_report(run: Run, *, tokens: int = 200) -> tuple[dict[str, Any], str]:
     validation, rates = curves.get("val_loss", []), [rate for _, rate in curves.get("tokens_per_second", [])]
     best, at = min(((loss, step) for step, loss in validation), default=(None, None))
     seconds, mfus = finite_values(lines, "seconds"), finite_values(lines, "mfu")
-    summary: dict[str, Any] = {
+    summary: Json = {
         "run": name_of(run.directory),
         "experiment": run.experiment.name,
         "steps": {"planned": run.experiment.train.steps, "logged": max((line["step"] for line in lines), default=0)},
@@ -70,7 +69,7 @@ def make_report(run: Run, *, tokens: int = 200) -> tuple[dict[str, Any], str]:
     for part, values in summary["configuration"].items():
         if isinstance(values, dict):
             fields += [[f"{part}.{name}", value, f"{part}.{name}" in changed] for name, value in values.items()]
-    data: dict[str, Any] = {
+    data: Json = {
         "title": f"Report of {run.experiment.name}",
         "summary": summary,
         "unit": run.experiment.objective.unit,
@@ -80,7 +79,7 @@ def make_report(run: Run, *, tokens: int = 200) -> tuple[dict[str, Any], str]:
     return summary, render_html(["report"], data, Arrays())
 
 
-def _sample_checkpoints(run: Run, tokens: int) -> list[dict[str, Any]]:
+def _sample_checkpoints(run: Run, tokens: int) -> list[Json]:
     """Sample from each checkpoint, with the same prompt and the same seed."""
     checkpoints = open_checkpoints(run.directory)
     steps = checkpoints.steps()

@@ -16,7 +16,7 @@ from jaxgpt.config.validate import check_count, short, short_repr
 from jaxgpt.config.words import replace_fields
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
-from jaxgpt.files import render_json
+from jaxgpt.files import Json, Say, render_json
 from jaxgpt.loss import ObjectiveConfig
 from jaxgpt.parallel.multihost import initialize
 from jaxgpt.runs.bucket import HeldElsewhere
@@ -117,7 +117,7 @@ def run_study(
     directory: Path,
     *,
     seeds: int,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = lambda text: None,
     fit_one: Callable[..., Any] = fit,
     workers: Workers = Workers(),  # noqa: B008, it is frozen
 ) -> Study | None:
@@ -131,7 +131,6 @@ def run_study(
         variants: the experiments by name. The others are compared with the first.
         directory: directory of the study.
         seeds: number of runs per variant.
-        say: receives a line of text for each run.
         fit_one: trains a run as `jaxgpt.fit` does.
         workers: where the runs are trained. By default in this process, one after another.
 
@@ -188,7 +187,7 @@ def check_comparable(variants: Mapping[str, Experiment]) -> None:
 
 def _check_same_tokens(variants: Mapping[str, Experiment], directory: Path) -> None:
     """Raise `UserError` unless all variants validate on the same tokens, with the tokenizers of their weights."""
-    data: dict[str, dict[str, Any]] = {}
+    data: dict[str, Json] = {}
     first = next(iter(variants))
     for name, experiment in variants.items():
         run = fetch_run(directory / slug(name) / "seed-0")

@@ -24,7 +24,7 @@ from jaxgpt.config.validate import Count, field_hints, short_repr
 from jaxgpt.config.words import parse_value, plain_types, replace_fields
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
-from jaxgpt.files import render_json
+from jaxgpt.files import Json, Say, render_json
 from jaxgpt.runs.bucket import address_of
 from jaxgpt.runs.directory import RUNS, is_run
 from jaxgpt.statistics import mean_interval
@@ -102,7 +102,7 @@ def _parse_axis(text: str, hints: dict[str, Any]) -> Axis:
     return Axis(field=field, low=found[0], high=found[1])
 
 
-def draw_points(axes: Sequence[Axis], trials: int) -> list[dict[str, Any]]:
+def draw_points(axes: Sequence[Axis], trials: int) -> list[Json]:
     """Return the points of a sweep, {field: value}, without repetitions.
 
     One field is spread evenly. Several form a scrambled Halton sequence (Owen 2017, arXiv:1706.02808), which covers each
@@ -132,7 +132,7 @@ class Trial:
     """A point, and the losses of its runs in nats per token."""
 
     trial: int  # its number, from 1
-    point: dict[str, Any]  # {field: value}
+    point: Json  # {field: value}
     losses: list[list[float | None]] = dataclasses.field(default_factory=list)  # by round and seed: see `Curve.last`
 
     @property
@@ -154,7 +154,7 @@ class SweepResult:
     trials: list[Trial]  # the winner first
     __repr__ = short_repr
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return rounds and trials."""
         return {
             "rounds": [dataclasses.asdict(each) for each in self.rounds],
@@ -217,7 +217,7 @@ def sweep(
     seeds: Count = 3,
     run_dir: str | None = None,
     experiment: Experiment,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = lambda text: None,
     fit_one: Callable[..., Any] = fit,
     workers: Workers = Workers(),  # noqa: B008, it is frozen
 ) -> SweepResult:
@@ -231,7 +231,6 @@ def sweep(
         seeds: full runs of each finalist
         run_dir: its directory, resumed if it exists, by default runs/sweeps/NAME
         experiment: its fields are options too
-        say: receives a line of text for each run.
         fit_one: trains a run as `jaxgpt.fit` does.
         workers: where the runs of a round are trained
 

@@ -15,29 +15,19 @@ import time
 import pytest
 
 from jaxgpt.cli import chat
-from jaxgpt.data.dataset import DataConfig, open_data
 from jaxgpt.errors import UserError
-from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.sample import Sampling
 from jaxgpt.tools import convert
-from tests.conftest import REPOSITORY, TEXT
-from tests.helpers import make_model, recorded_run
+from tests.conftest import REPOSITORY
+from tests.helpers import byte_run, write_params
 
 BLOCK = 256
 HOW = dict(max_new_tokens=20, sampling=Sampling(temperature=1.0), stop=(), seed=3)
 
 
-def make_run(directory, block_size):
-    text = directory / "text.txt"
-    text.write_text(TEXT * 40)
-    config = DataConfig(path=str(text), tokenizer="byte")
-    run = recorded_run(directory / "run", config, open_data(config, block_size=block_size), block_size=block_size)
-    return dataclasses.replace(run, params=make_model(run.model.config)[1]).for_decoding()
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp("chat"), BLOCK)
+    return byte_run(tmp_path_factory.mktemp("chat"), block_size=BLOCK).for_decoding()
 
 
 def say(conversation, line):
@@ -98,11 +88,10 @@ def read_until(terminal, pattern, seconds=15.0):
 
 @pytest.mark.slow
 def test_in_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_the_program(tmp_path):
-    run = make_run(tmp_path, 4096)
-    with contextlib.closing(Checkpoints(run.directory / "checkpoints")) as checkpoints:
-        checkpoints.save_params(make_model(run.model.config)[1], 0)
+    run = byte_run(tmp_path, block_size=4096)
+    write_params(run.directory, run.params, 0)
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "jaxgpt", "chat", str(tmp_path / "run"), "--max-new-tokens", "4000"]
+    command = [sys.executable, "-m", "jaxgpt", "chat", str(run.directory), "--max-new-tokens", "4000"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TERM": "dumb"}
     process = subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True

@@ -15,13 +15,9 @@ from jaxgpt.data.shards import read_index
 from jaxgpt.data.tokenizer import ByteTokenizer, train_bpe
 from jaxgpt.errors import UserError
 from tests.conftest import TEXT
-from tests.helpers import chat_file, sentencepiece
+from tests.helpers import chat_file, ids, sentencepiece
 
-CONVERSATION = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
-
-
-def ids(tokens):
-    return tokens.read(0, len(tokens)).tolist()
+CONVERSATION = '{"messages": [{"role": "user", "content": "La"}, {"role": "assistant", "content": "b"}]}\n'
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
@@ -80,7 +76,7 @@ def test_what_changes_between_readings_is_refused_and_not_cached(tmp_path, monke
         def changed(*args):
             yield from read(*args)
             if next(readings) == times:
-                path.write_text(text.replace('"a"' if name == "t.jsonl" else "a", '"e"' if name == "t.jsonl" else "e"))
+                path.write_text(text.replace("La", "Le"))
 
         return changed
 
@@ -209,14 +205,14 @@ def test_what_is_damaged_in_the_cache_is_made_again_or_told(kind, name, harm, tm
     (file,) = (tmp_path / "cache").glob(f"tokens/*/{name}")
     raw = file.read_bytes()
     at = len(raw) // 2 if name.endswith("json") else len(raw) - 3  # of a shard's header only a part is used
-    harmed = {"flip": raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]}
+    harmed = raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]
     file.unlink()
     if harm != "delete":
-        file.write_bytes(harmed[harm])
+        file.write_bytes(harmed)
     Path(path).rename(tmp_path / "away")
     with pytest.raises(UserError, match="no file"):
         open_data(config, block_size=64, known=before.fingerprint)
-    assert harm == "delete" or file.read_bytes() == harmed[harm]
+    assert harm == "delete" or file.read_bytes() == harmed
     (tmp_path / "away").rename(path)
     after = open_data(config, block_size=64)
     assert "are damaged: encoding the text again" in caplog.messages[-1] and file.read_bytes() == raw

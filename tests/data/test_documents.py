@@ -9,7 +9,7 @@ from jaxgpt.data.conversations import read_messages
 from jaxgpt.data.dataset import DataConfig, open_data
 from jaxgpt.data.template import CHATML, PLAIN, fingerprint
 from tests.data.test_template import GOLDEN
-from tests.helpers import chat_file, recorded_run
+from tests.helpers import begin_with, chat_file, recorded_run
 
 T = 256
 
@@ -19,17 +19,7 @@ def tokenizer_json(begin=(), special=True):
     held = json.loads(json.dumps(GOLDEN["tokenizers"]["bytes"]))
     ids = {token["content"]: token["id"] for token in held["added_tokens"]}
     if begin:
-        sequence = [
-            *({"SpecialToken": {"id": token, "type_id": 0}} for token in begin),
-            {"Sequence": {"id": "A", "type_id": 0}},
-        ]
-        known = {token: {"id": token, "ids": [ids[token]], "tokens": [token]} for token in begin}
-        held["post_processor"] = {
-            "type": "TemplateProcessing",
-            "single": sequence,
-            "pair": sequence + sequence[-1:],
-            "special_tokens": known,
-        }
+        held["post_processor"] = begin_with({token: ids[token] for token in begin})
     if not special:
         for name in ("<|im_start|>", "<|im_end|>"):
             held["added_tokens"] = [t for t in held["added_tokens"] if t["content"] != name]

@@ -14,11 +14,10 @@ from jaxgpt.data.mixture import Mixture, assign_rows, read_mixture
 from jaxgpt.data.pipeline import Tokens, training_batches, validation_batches
 from jaxgpt.data.tokenizer import CharTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.tools.evaluate.evaluate import evaluate_run, format_evaluation
 from jaxgpt.tools.replay import audit
 from jaxgpt.training import fit
-from tests.helpers import tiny_experiment
+from tests.helpers import ids, logged, tiny_experiment
 
 WEIGHTS = {"a": 0.55, "b": 0.3, "c": 0.15}
 
@@ -96,26 +95,18 @@ def run(texts, tmp_path_factory):
     return fit(experiment_of(of_texts(texts)), tmp_path_factory.mktemp("runs") / "mixed", progress=False)
 
 
-def lines(directory):
-    return [
-        {k: v for k, v in x.items() if k in ("step", "loss", "val_loss", "val_losses")}
-        for x in read_metrics(directory / "metrics.jsonl")
-    ]
-
-
 @pytest.mark.slow
 def test_losses_of_sources_are_those_of_each_alone_and_their_mean_is_the_loss(run, texts):
-    last = [line for line in lines(run.directory) if "val_loss" in line][-1]
+    last = [line for line in logged(run.directory) if "val_loss" in line][-1]
     (a, b), found = last["val_losses"].values(), evaluate_run(run)
     assert last["val_loss"] == 0.7 * a + 0.3 * b == pytest.approx(found["loss"], rel=1e-5)
     assert list(found["losses"]) == [f"{texts}/a.txt", f"{texts}/b.txt"] == list(last["val_losses"])
     assert f"\n{texts}/b.txt: loss {b:.4f}" in format_evaluation(found)
     for name, expected in last["val_losses"].items():
         part = open_data(DataConfig(path=name, tokenizer=str(run.directory / "tokenizer.json")), block_size=8)
-        alone = dataclasses.replace(run.metadata.given.data, path=name)
-        held_out = run.tokenizer.decode(part.val.read(0, len(part.val)))
+        held_out = run.tokenizer.decode(ids(part.val))
         (path := run.directory.parent / "held_out.txt").write_text(held_out)
-        assert evaluate_run(run, path=str(path))["loss"] == pytest.approx(expected, rel=1e-5), alone
+        assert evaluate_run(run, path=str(path))["loss"] == pytest.approx(expected, rel=1e-5), name
     assert audit(run.directory, steps=3).findings == []
     with pytest.raises(UserError, match=r"other data: source 1: weight 0\.7 -> 0\.6, source 2: weight 0\.3 -> 0\.4"):
         fit(experiment_of(of_texts(texts).replace("0.7", "0.6").replace("0.3", "0.4")), run.directory)
@@ -181,7 +172,7 @@ def test_shards_of_a_bucket_are_downloaded_once(bucket, monkeypatch):
     config = DataConfig(path="s3://tokens", tokenizer="ids")
     dataset = open_data(config, block_size=8, vocab_size=1000)
     assert isinstance(dataset.train.shards[0], np.memmap)
-    assert dataset.train.read(0, len(dataset.train)).tolist() == list(range(200))
+    assert ids(dataset.train) == list(range(200))
     mixed = dataclasses.replace(config, path="s3://tokens/x_train_000000.bin:0.5,s3://tokens:0.5")
     known = open_data(mixed, block_size=8, vocab_size=1000).fingerprint
     bucket.store.clear()  # the copies are taken from now on

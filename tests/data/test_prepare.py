@@ -21,7 +21,7 @@ from jaxgpt.tools import prepare as chapter
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from jaxgpt.tools.executor import LocalProcesses, Workers
 from jaxgpt.tools.prepare import prepare
-from tests.helpers import flip, run_command, sentencepiece, tiny_experiment
+from tests.helpers import flip, ids, run_command, sentencepiece, tiny_experiment
 
 RNG = np.random.default_rng(0)
 WORDS = ["".join(RNG.choice([*"aeiouñ日😀lmnrst"], n)) for n in RNG.integers(1, 9, 400)]
@@ -195,7 +195,7 @@ def test_long_documents_are_cut_where_words_end(kind, known, tmp_path, monkeypat
 def test_a_run_trains_on_the_result_and_finds_its_tokenizer(made, tmp_path):
     run = jaxgpt.fit(tiny_experiment(made), tmp_path / "run")
     found, d = evaluate_run(run), open_data(DataConfig(path=str(made)), block_size=8)
-    text = run.tokenizer.decode(d.val.read(0, len(d.val))).replace("<|endoftext|>", "\n")
+    text = run.tokenizer.decode(ids(d.val)).replace("<|endoftext|>", "\n")
     assert (d.val_bytes, d.val_characters) == (len(text.encode()), len(text))
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2) * len(d.val) / len(text.encode()))
     assert (tmp_path / "run/tokenizer.json").read_text() == (made / "tokenizer.json").read_text()

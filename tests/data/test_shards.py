@@ -11,7 +11,7 @@ from jaxgpt.data.dataset import DataConfig, open_data
 from jaxgpt.errors import UserError
 from jaxgpt.runs.directory import read_metadata, write_metadata
 from jaxgpt.runs.resume import describe_data_changes
-from tests.helpers import check_command, script, tiny_experiment
+from tests.helpers import check_command, ids, script, tiny_experiment
 
 
 def llmc(tokens, promised=None, magic=20240520, dtype=np.uint16):
@@ -54,10 +54,6 @@ def test_a_token_beyond_the_vocabulary_is_told_with_its_place(tmp_path, monkeypa
         said = rf"{path.name}: token {value} at byte {offset + 2 * place} \(token number {place}\) is outside the vocabulary, 0 to 999"
         with pytest.raises(UserError, match=said):
             bins(path)
-
-
-def ids(tokens):
-    return tokens.read(0, len(tokens)).tolist()
 
 
 def test_nanogpts_files(tmp_path):
@@ -114,10 +110,7 @@ TOKENS = np.arange(600, dtype=np.uint16)
 
 @pytest.mark.parametrize(
     ("raw", "said"),
-    [
-        (TOKENS.tobytes()[:-1], "1199 bytes are not whole 16-bit tokens"),
-        (llmc(TOKENS)[:-2], "promises 600 tokens"),
-    ],
+    [(TOKENS.tobytes()[:-1], "1199 bytes are not whole 16-bit tokens"), (llmc(TOKENS)[:-2], "promises 600 tokens")],
 )
 def test_one_bad_shard_among_good_ones_is_named(series, raw, said):
     (series / "x_train_000001.bin").write_bytes(raw)

@@ -1,7 +1,6 @@
 """Chat templates: transformers' tokens for what is harmless, and nobody's special tokens but the template's own."""
 
 import concurrent.futures
-import dataclasses
 import json
 import resource
 import time
@@ -103,27 +102,6 @@ def test_the_plain_template_is_for_every_tokenizer():
     ids, answers = tokenise(written, bpe)
     assert written.text == text.replace(ETX, "<|endoftext|>") and bpe.decode(ids) == written.text
     assert (ids == bpe.end_of_text).sum() == 3 and bpe.decode(ids[answers]) == "é<|endoftext|>"
-
-
-CONVERSATIONS = (
-    user("Why?", "Because."),
-    [{"role": "system", "content": " Be\n brief.\n"}, *user("", "\n", "é 🐎 {{ x }} 'y'", " well\\n ")],
-    [{"role": "assistant", "content": "Hello"}, {"role": "system", "content": "x"}, *user("y")],
-)
-
-
-@pytest.mark.parametrize("kind", ["plain", "plain with a special token", "chatml", "after a first token"])
-@pytest.mark.parametrize("messages", CONVERSATIONS, ids=lambda messages: str(len(messages)))
-def test_our_templates_are_the_same_in_jinja(kind, messages):
-    tokenizer = {"plain": ByteTokenizer(), "chatml": TOKENIZERS["bytes"]}.get(kind) or train_bpe(["a text"], 260)
-    ours = find_template(tokenizer, None)
-    if kind == "after a first token":
-        ours = dataclasses.replace(ours, begin="<s>{{ '\"\\n' }}🐎")
-    theirs = Jinja(source=ours.jinja(), tokens={}, specials=tuple(tokenizer.specials))
-    for prompt in (False, True):
-        found, expected = theirs.write(messages, prompt=prompt), ours.write(messages, prompt=prompt)
-        assert (found.text, found.answers) == (expected.text, expected.answers)
-    assert find_end_of_turn(theirs, tokenizer) == find_end_of_turn(ours, tokenizer)
 
 
 TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

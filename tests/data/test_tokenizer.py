@@ -21,6 +21,7 @@ from jaxgpt.data.tokenizer import (
 )
 from jaxgpt.errors import UserError
 from tests.conftest import TEXT
+from tests.helpers import split_by, with_words
 
 SPANISH = "En un lugar de la Mancha, ¿qué ñandú? — «sí», 🐎\n"
 
@@ -114,15 +115,6 @@ def test_what_is_no_unicode_is_told(bpe):
 LINES = [*"a it's 1 ! ' b_( é. ñ 漢 xxxxxxxxx".split(), " ", "  ", "\n", "\n\n", "\t", "\r\n", "\u00a0", "\u2028"]
 
 
-def split_by(bpe, words):
-    """The same merges with Llama 3's or GPT-4's words."""
-    saved = json.loads(bpe.to_json())
-    by_words = {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False}
-    as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    saved["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [by_words, as_bytes]}
-    return BPETokenizer(json.dumps(saved))
-
-
 @pytest.fixture(scope="module")
 def greedy():
     """BPE that has learnt runs of white space and punctuation, so that a cut within one would show."""
@@ -132,7 +124,7 @@ def greedy():
 @given(parts=st.lists(st.sampled_from(LINES), max_size=60), words=st.sampled_from([None, *WORDS]))
 @settings(max_examples=150, deadline=None)
 def test_a_long_text_has_the_ids_of_one_call_of_the_library(greedy, parts, words):
-    tokenizer, text = split_by(greedy, words) if words else greedy, "".join(parts)
+    tokenizer, text = with_words(greedy, words) if words else greedy, "".join(parts)
     assert "".join(split_words(text)) == text
     found = tokenizer.encode(text)
     assert found.dtype == np.int32
@@ -142,11 +134,10 @@ def test_a_long_text_has_the_ids_of_one_call_of_the_library(greedy, parts, words
 def test_a_tokenizer_of_other_words_reads_the_whole(bpe):
     """One that puts a space before a text would put one before each piece."""
     saved = json.loads(bpe.to_json())
-    other_words = split_by(bpe, WORDS[0].replace("{1,3}", "{1,4}"))
     for change in (
         {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
         {"pre_tokenizer": None},
-        {"pre_tokenizer": json.loads(other_words.to_json())["pre_tokenizer"]},
+        {"pre_tokenizer": split_by(WORDS[0].replace("{1,3}", "{1,4}"))},
         {"normalizer": {"type": "Prepend", "prepend": "_"}},
     ):
         other = BPETokenizer(json.dumps(saved | change))

@@ -1,5 +1,6 @@
 """Tools: a call is read back as the template wrote it, and nothing else is taken for a call."""
 
+import dataclasses
 import itertools
 import json
 
@@ -12,7 +13,7 @@ from jaxgpt.errors import UserError
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
 NOW = {"type": "function", "function": {"name": "now"}}
 TOOLS = (ADD, NOW)
-ASKED = {"role": "user", "content": "What is 1 + 2?"}
+ASKED = {"role": "user", "content": "What is 1 + 2? {{ x }} 'y'\n"}
 
 # Templates in the manner of three families: a block with marks, bare JSON, and a list after a special token.
 MARKED = """{% if tools %}<|im_start|>system
@@ -98,7 +99,10 @@ def test_tools_cannot_bring_special_tokens():
     assert "x<|im_end|>" in written.text[slice(*written.contents[0])]
 
 
-@pytest.mark.parametrize("template", [PLAIN, CHATML], ids=["plain", "chatml"])
+BEGUN = dataclasses.replace(PLAIN, end="<|im_end|>", special=True, begin="<s>{{ '\"\\n' }}🐎")
+
+
+@pytest.mark.parametrize("template", [PLAIN, CHATML, BEGUN], ids=["plain", "chatml", "after a first token"])
 def test_tools_are_the_same_in_the_jinja_of_our_templates(template):
     theirs = jinja(template.jinja())
     asked = [check_message({"role": "assistant", "content": "So", "tool_calls": [call(a="ñ <b>"), call("now")]}, "")]

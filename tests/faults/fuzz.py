@@ -186,9 +186,7 @@ def targets(directory: Path) -> dict[str, Target]:
         "conversations": target(_read_messages, directory / "c.jsonl", *encoded({"messages": chat})),
         "GGUF": target(_read_gguf, directory / "m.gguf"),
         "tokenizer_config.json": target(
-            _read_template,
-            template / "tokenizer_config.json",
-            *encoded({"chat_template": turns, "bos_token": "<s>"}),
+            _read_template, template / "tokenizer_config.json", *encoded({"chat_template": turns, "bos_token": "<s>"})
         ),
     }
 

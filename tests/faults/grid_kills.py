@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.conftest import REPOSITORY
+from tests.faults.kills import start
 
 STUDY = """
 import dataclasses
@@ -51,15 +52,7 @@ def run(command: str, folder: Path, on: str | None, kills: int, rng: random.Rand
     """Run a command, killing its workers so often. Return the number of kills, and its last lines if it failed."""
     words = [*command.split(), *([] if on is None else ["--on", on])]
     told, done = folder / "told.txt", 0
-    with told.open("w") as stderr:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "jaxgpt", *words],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **env},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-        )
+    child = start(words, folder, told, **env)
     until, due = time.monotonic() + DEADLINE, time.monotonic() + rng.uniform(1, 6)
     while child.poll() is None:
         time.sleep(0.05)

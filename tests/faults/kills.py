@@ -55,12 +55,13 @@ class Report:
         return not (self.lost or self.unreadable or self.differing or self.faults)
 
 
-def start(directory: Path, options: list[str], told: Path) -> subprocess.Popen:
+def start(words: list[str], folder: Path, told: Path, **env: str) -> subprocess.Popen:
+    """Start a command, whose stderr is added to a file."""
     with told.open("a") as stderr:
         return subprocess.Popen(
-            [sys.executable, "-m", "jaxgpt", "train", "--run-dir", str(directory), *options],
-            cwd=directory.parent,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            [sys.executable, "-m", "jaxgpt", *words],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
@@ -104,14 +105,15 @@ def harass(root: Path, options: list[str], *, kills: int, every: float, inside: 
     rng, report = random.Random(seed), Report()
     root.mkdir(parents=True, exist_ok=True)
     reference = root / "alone"
-    if start(reference, options, told := reference.with_suffix(".err")).wait(DEADLINE):
+    options = ["train", *options, "--run-dir"]
+    if start([*options, str(reference)], root, told := reference.with_suffix(".err")).wait(DEADLINE):
         raise SystemExit(f"the run does not even work alone:\n{told.read_text()}")
     while report.kills < kills:
         directory = root / f"run-{report.runs}"
         told, from_step = directory.with_suffix(".err"), 0
         sessions: list[int] = []  # the step at which each went on
         while True:
-            child = start(directory, options, told)
+            child = start([*options, str(directory)], root, told)
             killed = report.kills < kills and wait_to_kill(child, directory, rng, every, rng.random() < inside)
             if killed:
                 child.kill()

@@ -19,6 +19,7 @@ from jaxgpt.hf.family import canonical_form
 from jaxgpt.hf.weights import hold, read_params, shapes_of
 from jaxgpt.tools.convert import export_gguf, import_model
 from tests.conftest import TEXT
+from tests.helpers import quick
 from tests.hf.peers import BODY, GPT2, LLAMA3, LONG, NEOX, SHAPES
 
 gguf = pytest.importorskip("gguf", reason="without the gguf package")
@@ -64,6 +65,14 @@ def export(name, path, dtype=None):
     return config, params, {t.name: np.array(t.data).reshape(t.shape[::-1]) for t in found}
 
 
+def close(writer):
+    """Write the file of a `gguf.GGUFWriter`."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def load(path):
     """(configuration, parameters by path)."""
     source, _ = open_gguf(path, "ids")
@@ -71,9 +80,7 @@ def load(path):
     return source.config, {p: np.asarray(x) for p, x in traverse_util.flatten_dict(params, sep="/").items()}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ONE_EACH else pytest.mark.slow) for name in MODELS]
-)
+@quick(MODELS, *ONE_EACH)
 def test_a_model_comes_back_bit_for_bit_but_for_gemmas_norms(name, tmp_path):
     config, params, _ = export(name, tmp_path / "m.gguf")
     back, loaded = load(tmp_path / "m.gguf")
@@ -145,10 +152,7 @@ def test_transformers_computes_the_same_from_the_file(quantisation, tmp_path, mo
         whole = x.ndim == 2 and x.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 and key != "position_embd.weight"
         of = kind if whole else gguf.GGMLQuantizationType.F32
         writer.add_tensor(key, gguf.quants.quantize(x, of), raw_dtype=of)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    close(writer)
     source, _ = open_gguf(tmp_path / "m.gguf", "ids")
     params = read_params(source.tensors, source.family, source.config)
     ids = np.random.default_rng(1).integers(0, 260, (2, 20))

@@ -9,7 +9,7 @@ import pytest
 from jaxgpt.errors import UserError
 from jaxgpt.gguf.file import ORIGINAL, open_gguf, read_gguf, write_gguf
 from jaxgpt.hf.weights import hold
-from tests.gguf.test_families import model_parts
+from tests.gguf.test_families import close, model_parts
 
 gguf = pytest.importorskip("gguf", reason="without the gguf package")
 
@@ -130,10 +130,7 @@ def test_every_quantisation_is_read_as_the_gguf_package_reads_it(tmp_path):
         block, size = gguf.GGML_QUANT_SIZES[kind]
         blocks[kind] = np.random.default_rng(0).integers(0, 256, (3, 256 // block * size), np.uint8)
         writer.add_tensor(kind.name, blocks[kind], raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    close(writer)
     tensors = read_gguf(tmp_path / "m.gguf")[1]
     for kind, raw in blocks.items():
         found = tensors[kind.name]

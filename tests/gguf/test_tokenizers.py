@@ -17,6 +17,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.gguf.tokenizers import read_chat_template, read_ends, read_tokenizer, tokenizer_fields
 from jaxgpt.hf.source import special_ids
 from tests.conftest import TEXT
+from tests.helpers import begin_with, split_by
 
 SPANISH = "En un lugar de la Mancha, ¿qué ñandú? — «sí», 🐎\n"
 ODD = "\x00\t\r\n\\\x7f \u2581ab<0x41>n"
@@ -48,19 +49,6 @@ def change(tokenizer, **parts):
     return BPETokenizer(json.dumps(saved | {n: saved[n] | p if n == "model" else p for n, p in parts.items()}))
 
 
-def words(pattern):
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    return {"type": "Sequence", "pretokenizers": [split, level]}
-
-
-def begin(token, i):
-    """A post-processor that puts a token before each text."""
-    single = [{"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    known = {token: {"id": token, "ids": [i], "tokens": [token]}}
-    return {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": known}
-
-
 def sentencepiece(*, spaced):
     """BPE as transformers makes it of SentencePiece's files: every two tokens that make a token are a merge."""
     learned = "th he in nd ar el the and _t _the _and _a __ lan lance ce can nc dent not ho se tho who los"
@@ -80,7 +68,7 @@ def sentencepiece(*, spaced):
         "version": "1.0",
         "added_tokens": added,
         "normalizer": {"type": "Sequence", "normalizers": [prepend, replace]} if spaced else replace,
-        "post_processor": begin("<s>", 1),
+        "post_processor": begin_with({"<s>": 1}),
         "decoder": {"type": "Sequence", "decoders": back},
         "model": {"type": "BPE", "vocab": vocab, "merges": merges, **fallback},
     }
@@ -95,11 +83,11 @@ def make(name, trained):
         "gpt-2": {},
         "llama-bpe": {  # no merges make "zebra": only a whole word finds it
             "model": {"vocab": vocab | {"zebra": len(vocab)}, "ignore_merges": True},
-            "pre_tokenizer": words(WORDS[0]),
-            "post_processor": begin(END, trained.end_of_text),
+            "pre_tokenizer": split_by(WORDS[0]),
+            "post_processor": begin_with({END: trained.end_of_text}),
         },
-        "dbrx": {"pre_tokenizer": words(WORDS[0])},
-        "qwen2": {"pre_tokenizer": words(WORDS[1]), "normalizer": {"type": "NFC"}},
+        "dbrx": {"pre_tokenizer": split_by(WORDS[0])},
+        "qwen2": {"pre_tokenizer": split_by(WORDS[1]), "normalizer": {"type": "NFC"}},
     }
     return change(trained, **parts[name])
 
@@ -220,7 +208,7 @@ def test_a_tokenizer_begins_and_ends_texts_as_before(trained):
 
 REFUSED = {
     "a normalizer Lowercase": {"normalizer": {"type": "Lowercase"}},
-    'the pre-tokenizer {"type": "Sequence".*p{N}{1,4}': {"pre_tokenizer": words(WORDS[0].replace("1,3", "1,4"))},
+    'the pre-tokenizer {"type": "Sequence".*p{N}{1,4}': {"pre_tokenizer": split_by(WORDS[0].replace("1,3", "1,4"))},
     "dropout 0.5": {"model": {"dropout": 0.5}},
     "the normalizer null and the pre-tokenizer .*ByteLevel": {"model": {"byte_fallback": True}},
     "a model WordLevel, not BPE": {

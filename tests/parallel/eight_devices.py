@@ -23,6 +23,8 @@ from jaxgpt.parallel.limits import bytes_per_device, count_parameters
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.tools.plan.collectives import read_collectives
+from jaxgpt.training import Training, fit
+from tests.helpers import chat_file, tiny_experiment
 
 # Sums over a batch in another order: a few units in the last place, grown over 20 steps of Adam. Seen: 3.8e-6.
 CURVES_EQUAL = dict(rtol=1e-5, atol=1e-5)
@@ -256,6 +258,30 @@ def check_imports() -> None:
             assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding, read, wanted))
             part, whole = bytes_per_device(wanted), sum(x.nbytes for x in jax.tree.leaves(params))
             assert whole / parts <= part < whole * 0.6, (family.model_type, name)
+
+
+def check_fit() -> None:
+    """A thread compiles the step: a run and its continuation end as by `train_step`, to the last bit. Shards need no kernel."""
+    model = dataclasses.replace(CONFIG, vocab_size=32, block_size=112, dropout=0.1)
+    ways = Training.start_compiling, lambda self, start: self.trainer.train_step
+    origin, four_bits = None, LoraConfig(rank=2, targets=("q", "c_proj"), frozen="int4")
+    for name, lora in (("pmap", NO_LORA), ("all", four_bits)):
+        ends = []
+        for Training.start_compiling in ways:
+            directory = Path(tempfile.mkdtemp())
+            for steps in (2, 4):
+                made = tiny_experiment(chat_file(directory), batch_size=BATCH, steps=steps, init_from=origin)
+                made = dataclasses.replace(made, model=model, parallel=STRATEGIES[name], lora=lora)
+                run = fit(made, directory / "run", extend=True, progress=False)
+            ends.append(run.params)
+        jax.tree.map(np.testing.assert_array_equal, *ends)
+        origin = str(directory / "run")
+    for name in ("pmap", "data", "fsdp"):
+        trainer = Run(name, "adamw").trainer
+        with trainer.draw_by_kernel():
+            traced = trainer.init_state.trace(jax.eval_shape(jax.random.key, 0), None)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert ("@cu_threefry" in text) == (name != "fsdp"), name
 
 
 def check_bad_step() -> None:

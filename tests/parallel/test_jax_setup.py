@@ -7,6 +7,7 @@ import statistics
 import warnings
 
 import jax
+import jaxlib
 import pytest
 
 from jaxgpt.parallel import jax_setup
@@ -37,7 +38,7 @@ def test_a_process_is_set_up(tmp_path):
     done = check_command("-c", REPORT, cwd=tmp_path, **env)
     found = json.loads(done.stdout)
     assert found["collector"] == jax_setup.GC_THRESHOLD
-    assert found["cache"] == str(tmp_path / "cache" / "xla") and found["devices"] == 1
+    assert found["cache"] == str(tmp_path / "cache" / "xla" / jaxlib.__version__) and found["devices"] == 1
     if platform.libc_ver()[0] == "glibc":
         # Only the first thread's heap holds a block above 64 MB; mapped again, it has 24,000 pages. On a busy machine
         # a small piece may still take its place now and then, and the heap settles after one to seven steps.
@@ -63,7 +64,7 @@ def unset(monkeypatch):
     ],
 )
 def test_the_users_flags_and_switch_win(unset, setup, given, expected):
-    unset.setattr(jax_setup, "_has_started", lambda jax: False)
+    unset.setattr(jax_setup, "_has_started", lambda: False)
     unset.setenv("XLA_FLAGS", given)
     unset.setenv("JAXGPT_SETUP", setup) if setup else unset.delenv("JAXGPT_SETUP", raising=False)
     for _ in range(2):  # the second call does nothing

@@ -11,7 +11,7 @@ import jaxgpt.parallel.trainer
 from jaxgpt.batch import Batch
 from jaxgpt.errors import Diverged, UserError
 from jaxgpt.parallel.trainer import gather_params, make_trainer
-from jaxgpt.runs.autopsy import debug_step
+from jaxgpt.runs.checks import debug_step
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.tools.replay import replay
 from jaxgpt.train import init_state

@@ -22,14 +22,12 @@ from jaxgpt.runs import bucket as module
 from jaxgpt.runs.bucket import Bucket, address_of, name_of
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import find_run, is_run
-from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.tools.overview import runs
 from jaxgpt.training import fit
-from tests.helpers import tiny_experiment
+from tests.helpers import logged, tiny_experiment
 from tests.runs.gcs_server import GcsServer
 
 ADDRESS, ROOT = "gs://bucket/runs/a", "/bucket/runs/a"
-TIMES = ("seconds", "tokens_per_second", "mfu")
 
 
 class Killed(BaseException):
@@ -91,11 +89,6 @@ def machine(tmp_path, monkeypatch):
     return change
 
 
-def logged(directory, until=99):
-    lines = [line for line in read_metrics(directory / "metrics.jsonl") if line["step"] <= until]
-    return [{name: x for name, x in line.items() if name not in TIMES} for line in lines]
-
-
 def check_equal(run, expected):
     assert logged(run.directory) == logged(expected.directory)
     chex.assert_trees_all_equal(run.params, expected.params)
@@ -112,7 +105,8 @@ def find_step(contents, machine, expected):
     step = checkpoints.rewind()
     found = {path.name for path in bucket.directory.iterdir()}
     assert {"experiment.json", "tokenizer.json"} <= found if is_run(bucket.directory) else not found
-    assert logged(bucket.directory, step) == logged(expected.directory, step) if step else True
+    ours, theirs = ([x for x in logged(run.directory) if x["step"] <= step] for run in (bucket, expected))
+    assert not step or ours == theirs
     return step
 
 

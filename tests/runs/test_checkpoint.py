@@ -20,11 +20,11 @@ import pytest
 from jaxgpt.errors import CheckpointSaveError, UserError
 from jaxgpt.optim import OptimConfig, make_optimizer
 from jaxgpt.run import load
-from jaxgpt.runs.checkpoint import Checkpoints, _render
+from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import lock_run, read_metadata
 from jaxgpt.train import TrainState
 from jaxgpt.training import fit
-from tests.helpers import flip, logged, tiny_experiment
+from tests.helpers import edit_manifest, flip, logged, tiny_experiment
 
 FLIPS = 60  # single bits, over all files of a checkpoint
 
@@ -110,15 +110,6 @@ def test_a_path_that_tensorstore_cannot_open_is_refused_before_anything_is_writt
     with pytest.raises(UserError, match="a backslash or is not UTF-8.*: rename that directory"):
         Checkpoints(tmp_path / name)
     assert not any(tmp_path.iterdir())
-
-
-def edit_manifest(checkpoint, change):
-    """Change a manifest and seal it again, as somebody who sends a run could."""
-    path = checkpoint / "manifest.json"
-    body = json.loads(path.read_bytes())
-    del body["sha256"]
-    change(body)
-    path.write_text(_render(body))
 
 
 NOT_THESE = [None, -1, 10**400, "x", [1], {"x": []}]  # JSON of many types

@@ -95,6 +95,12 @@ def trained(tmp_path_factory, text, cache):
 
 
 @pytest.fixture
+def directory(trained, tmp_path):
+    """A copy of the run."""
+    return shutil.copytree(trained[1], tmp_path / "run")
+
+
+@pytest.fixture
 def stranger(monkeypatch, tmp_path):
     """Another user, who has trained with nothing."""
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "cache"))
@@ -124,40 +130,33 @@ def test_the_run_keeps_what_its_classes_are_made_of(trained, cache, monkeypatch)
     assert read_metadata(directory).model == model, "one class for one digest"
 
 
-def test_a_received_run_is_not_run_unless_it_is_trusted(trained, stranger, monkeypatch, tmp_path):
+def test_a_received_run_is_not_run_unless_it_is_trusted(directory, stranger, monkeypatch, tmp_path):
     """Its code would write a file. Nothing of it is run to say so, and with the flag it is."""
-    _, directory = trained
-    received = tmp_path / "received"
-    shutil.copytree(directory, received)
     forget(monkeypatch)
     said = r"brings code of its own, layer.py, mine.py, power.py \(SHA-256 [0-9a-f]{12}.*--trust-code"
     with pytest.raises(UserError, match=said):
-        jaxgpt.load(received)
-    place, mark = received / "code" / "power.py", tmp_path / "was-here"
+        jaxgpt.load(directory)
+    place, mark = directory / "code" / "power.py", tmp_path / "was-here"
     place.write_text(f"__import__('pathlib').Path({str(mark)!r}).touch()\n" + place.read_text())
     with pytest.raises(UserError, match=r"not the code that the run was trained with: restore power.py"):
-        jaxgpt.load(received, trust_code=True)
-    edit_record(received, lambda record: record.update(code=code.digests_of(code.read_code(received))))
+        jaxgpt.load(directory, trust_code=True)
+    edit_record(directory, lambda record: record.update(code=code.digests_of(code.read_code(directory))))
     with pytest.raises(UserError, match="trust_code=True"):
-        jaxgpt.load(received)
+        jaxgpt.load(directory)
     assert not mark.exists()
-    jaxgpt.load(received, trust_code=True)
+    jaxgpt.load(directory, trust_code=True)
     assert mark.exists()
 
 
 @pytest.mark.parametrize("name", ["os:system", "mine:Scaled", "jaxgpt.model:GPTConfig", 3, "../mine:Mine"])
-def test_no_name_of_a_class_leads_elsewhere(trained, cache, monkeypatch, tmp_path, name):
-    directory = tmp_path / "run"
-    shutil.copytree(trained[1], directory)
+def test_no_name_of_a_class_leads_elsewhere(directory, monkeypatch, name):
     edit_record(directory, lambda record: record["experiment"]["model"].update({"class": name}))
     forget(monkeypatch)
     with pytest.raises(UserError, match="class"):
         read_metadata(directory, trust_code=True)
 
 
-def test_links_and_other_files_are_no_code(trained, cache, tmp_path):
-    directory = tmp_path / "run"
-    shutil.copytree(trained[1], directory)
+def test_links_and_other_files_are_no_code(trained, directory, tmp_path):
     (directory / "code/link.py").symlink_to(trained[0])
     (directory / "code/notes.txt").write_text("x")
     assert code.read_code(directory) == code.read_code(trained[1])
@@ -172,10 +171,8 @@ def test_links_and_other_files_are_no_code(trained, cache, tmp_path):
             read_metadata(directory)
 
 
-def test_a_file_that_has_changed_does_not_go_on_silently(trained, text, cache, tmp_path, monkeypatch):
+def test_a_file_that_has_changed_does_not_go_on_silently(directory, text, tmp_path, monkeypatch):
     """The run's own copy does, if it is asked for; and both versions are there at once."""
-    directory = tmp_path / "run"
-    shutil.copytree(trained[1], directory)
     other = write(tmp_path / "lab", text)
     (other.parent / "power.py").write_text("def up(x):\n    return x + 1\n")
     experiment = load_experiment(str(other))
@@ -201,9 +198,7 @@ def test_modules_of_the_same_names_from_elsewhere_are_not_taken(trained, cache, 
     assert [sys.modules["power"], sys.modules["mine"]] == here and "layer" not in sys.modules
 
 
-def test_comments_and_the_experiment_of_a_file_may_change(trained, text, cache, tmp_path):
-    directory = tmp_path / "run"
-    shutil.copytree(trained[1], directory)
+def test_comments_and_the_experiment_of_a_file_may_change(directory, text, tmp_path):
     other = write(tmp_path / "lab", text)
     other.write_text('"""Another docstring."""\n' + other.read_text().replace("steps=2,", "steps=3,") + "# a comment\n")
     (other.parent / "power.py").write_text('def up(x):\n    """Say more."""\n    return x  # nothing\n')

@@ -7,7 +7,6 @@ import re
 import pytest
 
 import jaxgpt
-from jaxgpt.cli.main import bind_command
 from jaxgpt.data.dataset import DataConfig
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.experiment import TrainConfig
@@ -15,14 +14,12 @@ from jaxgpt.hf.families import LLAMA
 from jaxgpt.hf.source import tokenizer_json
 from jaxgpt.hf.weights import to_tensors, write
 from jaxgpt.model import GPTConfig
-from jaxgpt.optim import OptimConfig
 from jaxgpt.presets import finetune
-from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.pretrained import open_weights
 from jaxgpt.tools.convert import export_hf, import_model
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from jaxgpt.training import introduction, open_training
-from tests.helpers import chat_file, make_model, tiny_experiment
+from tests.helpers import chat_file, make_model
 
 CONTEXT = 131_072
 # Llama 3.2, but small.
@@ -76,54 +73,15 @@ def test_an_open_context_is_what_the_data_need(base, chats, text_file, tmp_path)
     assert found["given"] == 2048
 
 
-def test_the_base_is_scored_and_an_export_has_its_context(base, chats, tmp_path):
+def test_the_base_is_scored_and_an_export_has_its_context(base, chats, tmp_path, capsys):
     """Before any step the validation loss is what `evaluate` says of the held-out conversations; rows are short."""
     import_model(str(base), tmp_path / "base")
     held_out = tmp_path / "held-out.jsonl"
     held_out.write_text("\n".join(chats.read_text().splitlines()[-4:]))
     found = evaluate_run(jaxgpt.load(tmp_path / "base"), str(held_out))
     assert found["stride"] < 256 and found["left_out"] == found["shortened"] == 0
-    session = open_training(tuning(base, chats), tmp_path / "run", None)
-    params = session.trainer.merged_params(session.restore_or_init(0))
-    loss, _ = session.measure_val_loss(params)
-    assert found["loss"] == pytest.approx(loss, rel=1e-5)
-
-
-@pytest.fixture(scope="module")
-def learnt(chats, tmp_path_factory):
-    """A model that has learnt something about such conversations."""
-    first = dataclasses.replace(
-        tiny_experiment(chats, steps=15, batch_size=8, eval_every=15, checkpoint_every=15),
-        model=dataclasses.replace(CONFIG, vocab_size=None, block_size=256),
-        data=DataConfig(path=str(chats), tokenizer="byte"),
-        optim=OptimConfig(learning_rate=1e-2, warmup_steps=2),
-    )
-    place = tmp_path_factory.mktemp("learnt")
-    return export_hf(jaxgpt.fit(first, place / "run", progress=False).directory, place / "model")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "adapters",
-    [[], [*"--lora.rank 4 --lora.targets q v c_fc c_proj --optim.learning-rate 1e-3".split()]],
-    ids=["full", "lora"],
-)
-def test_the_documented_command_makes_a_model_better(learnt, chats, tmp_path, adapters, capsys):
-    """An export then has the context of the base again."""
-    words = [
-        "finetune",
-        f"--train.init-from={learnt}",
-        f"--data.path={chats}",
-        "--train.steps=40",
-        "--train.eval-every=40",
-        *adapters,
-    ]
-    tuned = jaxgpt.fit(bind_command("train", *words).keywords["experiment"], tmp_path / "tuned")
+    tuned = jaxgpt.fit(tuning(base, chats), tmp_path / "run")
     said = re.search(r"validation loss of these weights, before the first step: ([\d.]+)", capsys.readouterr().err)
-    before = float(said[1])
-    print(before, tuned.val_loss)  # for -rP
-    least = 0.002 if adapters else 0.1  # nats; little is in the matrices of so small a model
-    assert tuned.val_loss < before - least < 5.0  # of random weights: 5.55
-    assert [line["step"] for line in read_metrics(tuned.directory / "metrics.jsonl") if "val_loss" in line] == [40]
+    assert float(said[1]) == pytest.approx(found["loss"], abs=1e-4)
     assert tuned.model.config.block_size < 256
-    assert open_weights(str(export_hf(tuned.directory, tmp_path / "out"))).config.block_size == 256
+    assert open_weights(str(export_hf(tuned.directory, tmp_path / "out"))).config.block_size == CONTEXT

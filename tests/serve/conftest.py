@@ -1,7 +1,6 @@
 """Servers in the process, over an engine that repeats the prompt and over one of a model."""
 
 import contextlib
-import dataclasses
 import json
 import threading
 import time
@@ -10,15 +9,13 @@ import pytest
 import uvicorn
 from starlette.testclient import TestClient
 
-from jaxgpt.data.dataset import DataConfig, open_data
 from jaxgpt.sample.engine import Piece, Request
 from jaxgpt.sample.score import PromptScores
 from jaxgpt.serve import ServeOptions
-from jaxgpt.serve.app import make_app
 from jaxgpt.serve.requests import Served
 from jaxgpt.serve.scheduler import Scheduler
-from jaxgpt.serve.server import guard, make_log, make_server
-from tests.helpers import make_model, recorded_run
+from jaxgpt.serve.server import guard, make_app, make_log, make_server
+from tests import helpers
 
 BLOCK = 1200  # bytes, which hold the description of tools
 JSON = {"content-type": "application/json"}
@@ -86,13 +83,9 @@ def fake_score(ids) -> PromptScores:
 
 
 @pytest.fixture(scope="session")
-def byte_run(tmp_path_factory, text_file):
+def byte_run(tmp_path_factory):
     """A run with random parameters that reads and writes bytes, so that characters are split."""
-    directory = tmp_path_factory.mktemp("serve")
-    (directory / "t.txt").write_text(text_file.read_text() * 10)
-    config = DataConfig(path=str(directory / "t.txt"), tokenizer="byte")
-    run = recorded_run(directory / "tiny", config, open_data(config, block_size=BLOCK), block_size=BLOCK)
-    return dataclasses.replace(run, params=make_model(run.model.config)[1]).for_decoding()
+    return helpers.byte_run(tmp_path_factory.mktemp("serve"), block_size=BLOCK).for_decoding()
 
 
 class Client(TestClient):

@@ -14,12 +14,11 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxgpt.data.dataset import DataConfig, open_data
-from tests.conftest import REPOSITORY, TEXT
-from tests.helpers import make_model, recorded_run, write_params
+from tests.conftest import REPOSITORY
+from tests.helpers import byte_run, write_params
 from tests.serve.conftest import wait_for
 
-MODEL = "tiny"  # the run directory, and so the name of the model
+MODEL = "tiny"  # the directory of `byte_run`, and so the name of the model
 READY = 120.0  # seconds to load and compile
 LIFETIME = 900.0  # seconds, then SIGKILL
 STOPPED = 20.0  # seconds between SIGTERM and the end: 10 for the requests that run
@@ -77,11 +76,8 @@ class Server:
 
 def tiny_run(directory: Path, *, block_size: int) -> Path:
     """Return the directory of a run of bytes, whose parameters are random."""
-    text = directory / "text.txt"
-    text.write_text(TEXT.replace("n", "ñ") * 4 * (1 + block_size // 256), encoding="utf-8")
-    config = DataConfig(path=str(text), tokenizer="byte")
-    run = recorded_run(directory / MODEL, config, open_data(config, block_size=block_size), block_size=block_size)
-    write_params(run.directory, make_model(run.model.config)[1], 0)
+    run = byte_run(directory, block_size=block_size)
+    write_params(run.directory, run.params, 0)
     return run.directory
 
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from jaxgpt.serve import app as app_module
+from jaxgpt.serve import server as server_module
 from jaxgpt.serve.requests import parse
 from tests.serve.conftest import CHAT, JSON, TEXTS, FakeEngine, refused, wait_for
 
@@ -123,7 +123,7 @@ def test_others_are_answered_while_a_request_is_read(faked, monkeypatch, path):
         done.append(go_on.wait(2))
         return parse(kind, raw, *more)
 
-    monkeypatch.setattr(app_module, "parse", slow)
+    monkeypatch.setattr(server_module, "parse", slow)
     thread = threading.Thread(target=lambda: client.ask(path))
     thread.start()
     assert begun.wait(5) and client.get("/health").status_code == 200 and not done

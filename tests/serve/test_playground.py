@@ -10,7 +10,7 @@ pytest.importorskip("playwright", reason="playwright drives the browser: pip ins
 
 from playwright.sync_api import expect
 
-from jaxgpt.serve.app import playground_page
+from jaxgpt.serve.server import playground_page
 from jaxgpt.tools.html_page import hash_source
 from tests.browser import unnamed, watch
 from tests.helpers import replace_fields

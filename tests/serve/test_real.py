@@ -8,6 +8,7 @@ import re
 import pytest
 
 from jaxgpt.data.dataset import DataConfig, open_data
+from tests.gguf.test_tokenizers import sentencepiece
 from tests.helpers import make_model, recorded_run
 from tests.serve.conftest import BLOCK, CHAT, HELLO, FakeEngine
 
@@ -35,26 +36,18 @@ def test_a_seed_gives_the_text_of_sample(real, byte_run):
 
 def test_a_completion_begins_with_its_space_where_tokens_have_theirs_before_them(faked, text_file, tmp_path):
     """As in Llama 2's and Mistral's vocabularies, whose decoders drop the first space of a text."""
-    pieces = ["<s>", "▁", "▁hello", "▁world", "▁cat", "cat", *(f"<0x{byte:02X}>" for byte in range(256))]
-    spaces = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    decoder = {"type": "Sequence", "decoders": [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]}
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    model = {"type": "BPE", "vocab": vocab, "merges": [], "byte_fallback": True}
-    begin = {"id": 0, "content": "<s>", "special": True}
-    begin |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    parts = {"version": "1.0", "added_tokens": [begin], "decoder": decoder, "model": model}
+    parts = sentencepiece(spaced=True).parts() | {"post_processor": None}
+    parts["decoder"]["decoders"].append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     (tmp_path / "tokenizer.json").write_text(json.dumps(parts))
     config = DataConfig(path=str(text_file), tokenizer=str(tmp_path / "tokenizer.json"))
     run = recorded_run(tmp_path / "run", config, open_data(config, block_size=96), block_size=96)
     run = dataclasses.replace(run, params=make_model(run.model.config)[1]).for_decoding()
-    cat = run.tokenizer.parts()["model"]["vocab"]["▁cat"]
-    client = faked(FakeEngine(answer=[cat]), run=run)
-    for prompt, text, offsets in (("hello world", " cat cat", [0, 4]), ("", "cat cat", [0, 3])):
+    client = faked(FakeEngine(answer=[parts["model"]["vocab"]["▁and"]]), run=run)
+    for prompt, text, offsets in (("dent lance", " and and", [0, 4]), ("", "and and", [0, 3])):
         (choice,) = client.ask(prompt=prompt, max_tokens=2, logprobs=1).json()["choices"]
         assert choice["text"] == text and choice["logprobs"]["text_offset"] == offsets
-        assert choice["logprobs"]["tokens"] == [" cat"] * 2
-    assert client.choices(prompt="hello world", max_tokens=2, echo=True)[0]["text"] == "hello world cat cat"
+        assert choice["logprobs"]["tokens"] == [" and"] * 2
+    assert client.choices(prompt="dent lance", max_tokens=2, echo=True)[0]["text"] == "dent lance and and"
 
 
 @pytest.mark.parametrize("number", [8, pytest.param(64, marks=pytest.mark.slow)])

@@ -11,12 +11,12 @@ import pytest
 from jaxgpt.config.words import replace_fields
 from jaxgpt.errors import Preempted, UserError
 from jaxgpt.parallel.jax_setup import device_name
-from jaxgpt.runs.checkpoint import Checkpoints, _render
+from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.tools.replay import audit, replay
 from jaxgpt.training import fit, open_training
-from tests.helpers import edit_record, flip, plant_bad_targets, tiny_experiment
+from tests.helpers import edit_manifest, edit_record, flip, plant_bad_targets, quick, tiny_experiment
 
 STEPS, KEEP = 20, 4
 
@@ -81,35 +81,21 @@ def lines_of(change):
     return edit
 
 
-def without(step, name):
-    return lines_of(lambda lines: [x for x in lines if f'"step": {step},' not in x or name not in x])
-
-
 def with_line(text):
     return lines_of(lambda lines: [*lines, text])
 
 
-def reseal(step, **values):
-    """Return a function that changes a manifest, whose SHA-256 is right again."""
-
-    def edit(run):
-        path = run / f"checkpoints/{step}/manifest.json"
-        body = json.loads(path.read_text())
-        del body["sha256"]
-        path.write_text(_render(body | values))
-
-    return edit
-
-
 FALSE = {
     "step 8: val_loss is": at(8, "val_loss", val_loss=0.5),
-    "checkpoint 8: its val_loss is 0.5": reseal(8, val_loss=0.5),
+    "checkpoint 8: its val_loss is 0.5": lambda run: edit_manifest(
+        run / "checkpoints/8", lambda body: body.update(val_loss=0.5)
+    ),
     "step 5: a second line of the log has loss": lines_of(
         lambda lines: [*lines, next(x for x in lines if '"step": 5,' in x)]
     ),
     "step 7: a line of the log has no loss": at(7, "loss", grad_norm=1.0),
     "step 7: grad_norm is not in the log": at(7, "loss", loss=1.0, learning_rate=1.0, tokens=224),
-    "step 9: is not in the log": without(9, "loss"),
+    "step 9: is not in the log": lines_of(lambda lines: [x for x in lines if '"step": 9,' not in x]),
     "step 21: is in the run, which has the steps 1 to 20": with_line('{"step": 21, "val_loss": 0.5}'),
     "1 of 26 lines are damaged": with_line('{"step": 5, "val_loss": "x"}'),
     "step 7: skipped is loss is nan in the run, None here": at(7, "loss", skipped="loss is nan"),
@@ -118,18 +104,13 @@ FALSE = {
 }
 
 
-SHOWN = ("step 8: val_loss is", "step 7: a line of the log has no loss", f"checkpoint {STEPS}: params/")
-
-
-@pytest.mark.parametrize(
-    "finding", [finding if finding in SHOWN else pytest.param(finding, marks=pytest.mark.slow) for finding in FALSE]
-)
-def test_what_was_changed_is_named_if_every_step_is_taken(run, finding):
-    FALSE[finding](run)
+@quick(FALSE, "step 8: val_loss is", "step 7: a line of the log has no loss", f"checkpoint {STEPS}: params/")
+def test_what_was_changed_is_named_if_every_step_is_taken(run, name):
+    FALSE[name](run)
     found = audit(run, steps=STEPS)
     assert not found.accepted and found.is_whole and found.retaken == STEPS
-    assert any(finding in said for said in found.findings), found.findings
-    assert finding in str(found) and "not accepted" in str(found)
+    assert any(name in said for said in found.findings), found.findings
+    assert name in str(found) and "not accepted" in str(found)
 
 
 @pytest.mark.slow
@@ -173,10 +154,7 @@ KINDS = {
         "train.seed": 5,
         "lora.rank": 2,
     },
-    "skipped steps in bfloat16, resumed": {
-        "optim.learning_rate": 0.03,
-        "train.dtype": "bfloat16",
-    },
+    "skipped steps in bfloat16, resumed": {"optim.learning_rate": 0.03, "train.dtype": "bfloat16"},
     "few checkpoints, resumed": {"train.keep_every": None, "train.log_every": 3, "train.checkpoint_every": 1000},
 }
 

@@ -14,15 +14,7 @@ from jaxgpt.experiment import Experiment, TrainConfig
 from jaxgpt.optim import OptimConfig
 from jaxgpt.runs.directory import write_metadata
 from jaxgpt.runs.metrics import MetricsFile
-from jaxgpt.tools.sweep import (
-    Axis,
-    Round,
-    draw_points,
-    parse_axes,
-    plan_rounds,
-    shorten,
-    sweep,
-)
+from jaxgpt.tools.sweep import Axis, Round, draw_points, parse_axes, plan_rounds, shorten, sweep
 
 RATE = "optim.learning-rate=1e-4..1e-1"
 EXPERIMENT = Experiment(name="fake", optim=OptimConfig(warmup_steps=50), train=TrainConfig(steps=600, seed=7))

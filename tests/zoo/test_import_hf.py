@@ -84,12 +84,7 @@ def test_a_run_that_samples(kind, tmp_path):
     run = jaxgpt.load(tmp_path / "run")
     prompt = [3, 1, 4, 1, 5]
     drawn = jaxgpt.generate(
-        run.model,
-        run.params,
-        [prompt],
-        key=jax.random.key(0),
-        max_new_tokens=8,
-        sampling=jaxgpt.Sampling(greedy=True),
+        run.model, run.params, [prompt], key=jax.random.key(0), max_new_tokens=8, sampling=jaxgpt.Sampling(greedy=True)
     )
     tokens = prompt + drawn.tokens[0]
     likeliest = logits_of(theirs, np.array([tokens]))[0].argmax(axis=-1)

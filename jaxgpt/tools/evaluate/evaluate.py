@@ -6,7 +6,6 @@ import functools
 import math
 import sys
 import warnings
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +18,7 @@ from jaxgpt.data.dataset import DataConfig, encode_whole
 from jaxgpt.data.mixture import Mixture, parts_of
 from jaxgpt.data.pipeline import Tokens, validation_batches
 from jaxgpt.errors import UserError
+from jaxgpt.files import Json
 from jaxgpt.loss import ObjectiveConfig
 from jaxgpt.model import GPT
 from jaxgpt.parallel.trainer import mean_loss
@@ -39,7 +39,7 @@ def _eval_step(params: Params, batch: Batch, model: GPT, objective: ObjectiveCon
 
 def evaluate_run(
     run: Run, path: str | None = None, *, stride: int | None = None, batch_size: int | None = None
-) -> dict[str, Any]:
+) -> Json:
     """Return the loss of a run on its validation split or on a file, with every target scored once.
 
     Args:
@@ -100,7 +100,7 @@ def evaluate_run(
         warnings.warn(f"the loss is {loss}: the model's logits are not finite", UserWarning, stacklevel=2)
     # The first token of a text is not scored, but its characters are counted: scale the mean to all tokens.
     bits = loss / math.log(2) * (len(split) - len(prefix))
-    found: dict[str, Any] = {
+    found: Json = {
         "loss": loss,
         "unit": objective.unit,
         "perplexity": (math.inf if loss > LARGEST_EXPONENT else math.exp(loss)) if in_nats else None,
@@ -116,7 +116,7 @@ def evaluate_run(
     return found
 
 
-def format_evaluation(found: dict[str, Any]) -> str:
+def format_evaluation(found: Json) -> str:
     """Return the results of `evaluate_run` as text."""
     lines = [f"{found['tokens']:,} scored: loss {found['loss']:.4f} {found['unit']}"]
     if found["perplexity"] is not None:

@@ -19,6 +19,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from jaxgpt.config.serialize import suggest
 from jaxgpt.errors import UserError
+from jaxgpt.files import Json
 from jaxgpt.run import Run
 from jaxgpt.sample import FILTERS
 from jaxgpt.sample.score import pair_ids
@@ -84,7 +85,7 @@ class JaxGPT(LM):
         return [texts[number] for number in range(len(requests))]
 
 
-def sampling_options(options: dict[str, Any]) -> dict[str, Any]:
+def sampling_options(options: Json) -> Json:
     """Translate a task's generation_kwargs to options of `Run.sample`. The default is greedy decoding.
 
     Raises `UserError` for options without a counterpart, since ignoring them would change the text.
@@ -115,7 +116,7 @@ def evaluate_tasks(
     num_fewshot: int | None = None,
     include_path: str | None = None,
     batch_size: int | None = None,
-) -> dict[str, Any]:
+) -> Json:
     """Return what a run scores on tasks of the harness.
 
     Args:
@@ -161,7 +162,7 @@ def evaluate_tasks(
     return {"tasks": rows, "core": sum(centered) / len(centered) if centered else None}
 
 
-def format_tasks(found: dict[str, Any]) -> str:
+def format_tasks(found: Json) -> str:
     """Return the results of `evaluate_tasks` as a table."""
     head = ["task", "shots", "metric", "value", "stderr"]
     rows = [[f"{x:.4f}" if isinstance(x, float) else str(x) for x in row.values()] for row in found["tasks"]]

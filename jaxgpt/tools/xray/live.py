@@ -19,6 +19,7 @@ from jaxgpt.data.tokenizer import (
     find_word_pattern,
 )
 from jaxgpt.errors import UserError
+from jaxgpt.files import Json
 from jaxgpt.hf.source import list_byte_names
 from jaxgpt.interventions.model import EDITS
 from jaxgpt.layers.linear import to_int8
@@ -111,7 +112,7 @@ def hold(params: Params, weights: Weights) -> Params:
     return jax.tree.map_with_path(convert, params)
 
 
-def describe_tokenizer(tokenizer: Tokenizer, arrays: Arrays) -> dict[str, Any]:
+def describe_tokenizer(tokenizer: Tokenizer, arrays: Arrays) -> Json:
     """Return the fields with which `tokenizer.js` encodes what is typed on a page."""
     alphabet, pattern, triples, whole_words = None, None, [], False
     if isinstance(tokenizer, CharTokenizer):

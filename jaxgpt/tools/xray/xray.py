@@ -17,6 +17,7 @@ from jaxgpt.data.dataset import encode_whole
 from jaxgpt.data.pipeline import Tokens
 from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
+from jaxgpt.files import Json
 from jaxgpt.interventions.model import ACTIVATIONS, EditedGPT, forward, place_shapes, stream_names, unroll
 from jaxgpt.layers.block import Block, Compute
 from jaxgpt.layers.norm import LayerNorm, RMSNorm
@@ -223,7 +224,7 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None) -> s
     order_V = np.argsort(-seen.logits_V, kind="stable")  # sampling options do not change it
     # The page shades square roots, in 256 levels, because most weights are small.
     roots = [np.round(255 * np.sqrt(np.clip(x_NTS, 0, 1))).astype(np.uint8) for x_NTS in seen.weights_LNTS]
-    content: dict[str, Any] = {
+    content: Json = {
         "title": f"X-ray of {run.experiment.name}",
         "facts": describe_run(run),
         "texts": {"text": arrays.put_tokens(ids)},
@@ -270,7 +271,7 @@ def most_tokens(config: GPTConfig, weights: int) -> int:
     return min(config.block_size, int((weights / config.n_layer / config.n_head) ** 0.5))
 
 
-def _put_guess(arrays: Arrays, guess: Guess) -> dict[str, Any]:
+def _put_guess(arrays: Arrays, guess: Guess) -> Json:
     return {
         "ids": arrays.put_tokens(guess.tokens_TK),
         "p": arrays.put(guess.probabilities_TK),
@@ -278,7 +279,7 @@ def _put_guess(arrays: Arrays, guess: Guess) -> dict[str, Any]:
     }
 
 
-def _describe_norm(norm: Norm, config: GPTConfig) -> dict[str, Any]:
+def _describe_norm(norm: Norm, config: GPTConfig) -> Json:
     return {
         "name": norm.name,
         "eps": config.norm_eps,
@@ -291,11 +292,11 @@ def _describe_norm(norm: Norm, config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def _measure(x_TD: np.ndarray) -> dict[str, Any]:
+def _measure(x_TD: np.ndarray) -> Json:
     return {"mean": round_numbers(x_TD.mean(axis=1)), "variance": round_numbers(x_TD.var(axis=1))}
 
 
-def _put_units(arrays: Arrays, config: GPTConfig, hidden_TF: np.ndarray, values: Any, places: Any) -> dict[str, Any]:
+def _put_units(arrays: Arrays, config: GPTConfig, hidden_TF: np.ndarray, values: Any, places: Any) -> Json:
     """Add the hidden units of an MLP. values, places: of the top activating examples, or None."""
     order_TK = np.argsort(-hidden_TF, axis=1, kind="stable")[:, :UNITS]
     peak_F = np.maximum(hidden_TF.max(axis=0), 0.0)
@@ -375,7 +376,7 @@ def project_to_plane(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return xy_N2 / max(np.abs(xy_N2).max(), 1e-30), share
 
 
-def map_embedding(run: Run, ids: list[int], windows_NT: np.ndarray | None, arrays: Arrays) -> dict[str, Any]:
+def map_embedding(run: Run, ids: list[int], windows_NT: np.ndarray | None, arrays: Arrays) -> Json:
     """Return the token vectors on a plane, and the nearest tokens of each. ids: tokens that are shown in any case."""
     vectors_VD = read_embedding(run.params)[: run.tokenizer.vocab_size]
     shown = rest = np.arange(len(vectors_VD))

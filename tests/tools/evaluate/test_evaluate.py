@@ -15,14 +15,14 @@ from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json, render_json
 from jaxgpt.tools.evaluate.evaluate import evaluate_run, format_evaluation
 from jaxgpt.tools.xray.xray import xray
-from tests.helpers import TINY, chat_file, recorded_run
+from tests.helpers import TINY, chat_file, ids, recorded_run
 
 C = TINY.block_size
 
 
 def test_bits_are_counted_by_bytes_and_by_characters(run, tmp_path):
     dataset = open_data(run.experiment.data, block_size=C)
-    text = dataset.tokenizer.decode(dataset.val.read(0, len(dataset.val)))
+    text = dataset.tokenizer.decode(ids(dataset.val))
     assert dataset.val_bytes == len(text.encode()) == len(dataset.val) and dataset.val_characters == len(text)
     again = open_data(run.experiment.data, block_size=C)  # from the cache
     assert again.val_bytes == dataset.val_bytes

@@ -1,7 +1,6 @@
 """The page that is the model: its tokens, tokenizers and switches against Python's, in a real browser."""
 
 import dataclasses
-import json
 import re
 
 import jax
@@ -13,14 +12,14 @@ pytest.importorskip("playwright", reason="playwright drives the browser: pip ins
 
 from playwright.sync_api import expect
 
-from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, IdTokenizer, train_bpe
+from jaxgpt.data.tokenizer import WORDS, ByteTokenizer, CharTokenizer, IdTokenizer, train_bpe
 from jaxgpt.errors import UserError
 from jaxgpt.interventions import edit, zero
 from jaxgpt.model import GPTConfig
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.tools.xray.live import hold, make_page
 from jaxgpt.tools.xray.xray import capture_activations
-from tests.helpers import apply, make_model, stack_layers
+from tests.helpers import apply, make_model, quick, stack_layers, with_words
 
 CHARACTERS = "\n 1<>/=()abcdefghijklmnopqrstuvwxyzñ"
 NARROW = GPTConfig(vocab_size=len(CHARACTERS) + 3, block_size=24, n_layer=2, n_head=2, n_embd=16)  # 3 of padding
@@ -108,12 +107,7 @@ GREEDY = """([prompts, length]) => prompts.map((prompt) => {
 READ = "(tokens) => { engine.tokens.length = 0; tokens.forEach((token) => engine.step(token)); }"
 
 
-QUICK = ("quickstart",)
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
-)
+@quick(ARCHITECTURES, "quickstart")
 def test_greedy_tokens_and_activations_are_pythons(base, visit, name):
     run = with_model(base, dataclasses.replace(NARROW, **ARCHITECTURES[name]))
     weights = "float32" if name == "gpt2" else "int8"
@@ -176,27 +170,18 @@ ODD = (
 
 def bpe(pattern=None):
     tokenizer = train_bpe([text * 3 for text in ODD], 400)
-    saved = json.loads(tokenizer.to_json())
-    if pattern is not None:
-        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        byte_level = saved["pre_tokenizer"] | {"use_regex": False}
-        saved["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, byte_level]}
-    return BPETokenizer(json.dumps(saved))
+    return tokenizer if pattern is None else with_words(tokenizer, pattern)
 
 
-@pytest.mark.parametrize(
-    "kind", ["char", "llama3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("byte", "gpt2", "gpt4"))]
-)
-def test_tokenizers_are_pythons(base, visit, kind):
-    if kind not in ("char", "byte"):
-        pytest.importorskip("tokenizers")
+@quick(("char", "byte", "gpt2", "gpt4", "llama3"), "char", "llama3")
+def test_tokenizers_are_pythons(base, visit, name):
     tokenizer = {
         "char": lambda: CharTokenizer("".join(ODD)),
         "byte": ByteTokenizer,
         "gpt2": bpe,
         "gpt4": lambda: bpe(WORDS[0]),
         "llama3": lambda: bpe(WORDS[1]),
-    }[kind]()
+    }[name]()
     run = with_model(base, dataclasses.replace(NARROW, vocab_size=tokenizer.vocab_size), tokenizer)
     page = visit(run)
     for text in ODD:

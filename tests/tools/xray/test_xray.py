@@ -249,7 +249,6 @@ def test_without_a_corpus_it_says_why(run, tmp_path, monkeypatch):
     "prompt, how, words",
     [
         ("", {}, "the prompt is empty"),
-        ([], {}, "the prompt is empty"),
         ([0, 9999], {}, "prompt has ids from 0 to 9999"),
         ("La Mancha " * 6, {}, "has 60 tokens: give at most 48"),
         ("La", {"data": "short.txt"}, "has 5 tokens, needed 48"),
