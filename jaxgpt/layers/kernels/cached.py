@@ -35,7 +35,7 @@ class LayerCache(flax.struct.PyTreeNode):
     v_scale_BKS: jax.Array | None = None
     context: int = flax.struct.field(pytree_node=False, kw_only=True)  # tokens that a query attends to, at most S
     block: int = flax.struct.field(pytree_node=False, kw_only=True)  # columns that are read at a time. It divides S
-    # the first columns, which are read at once. None means the blocks that are used
+    # the first columns, which a plain softmax reads, in one kernel on a GPU. None means blocks and a running softmax
     live: int | None = flax.struct.field(pytree_node=False, kw_only=True, default=None)
     __repr__ = short_repr
 
@@ -69,8 +69,7 @@ class LayerCache(flax.struct.PyTreeNode):
         """Compute `plain_attention` over the tokens up to each query's position: out_BTNH.
 
         Columns are read in blocks with a running softmax (Milakov and Gimelshein 2018, arXiv:1805.02867). The
-        time thus grows with the tokens in the cache, not with its size, and the bits depend on neither. `live` columns
-        are read by a plain softmax, which XLA makes one kernel on a GPU.
+        time thus grows with the tokens in the cache, not with its size, and the bits depend on neither.
 
         Args:
             q_BTNH: queries.
@@ -116,20 +115,19 @@ class LayerCache(flax.struct.PyTreeNode):
             total, values = total * shrink + weights.sum(axis=-1), weigh(part, weights)
             return new_largest, total, out * shrink[..., None] + values
 
+        shape = q_BKQH.shape[:-1]
+        sums = jnp.full(shape, LOWEST), jnp.zeros(shape), jnp.zeros((*shape, self.v_BKSH.shape[-1]))
         if self.live is not None:
             part = jax.tree.map(lambda x: x[:, :, : self.live], self)
             scores_BKQS, visible = see(part, 0)
-            out = weigh(part, jax.nn.softmax(jnp.where(visible, scores_BKQS, LOWEST), axis=-1))
+            weights = jax.nn.softmax(jnp.where(visible, scores_BKQS, LOWEST), axis=-1)
+            total, out = jnp.ones(shape), weigh(part, weights)
+        elif self.block == S:
+            _, total, out = read(jnp.int32(0), sums)
         else:
-            shape = q_BKQH.shape[:-1]
-            sums = jnp.full(shape, LOWEST), jnp.zeros(shape), jnp.zeros((*shape, self.v_BKSH.shape[-1]))
-            if self.block == S:
-                _, total, out = read(jnp.int32(0), sums)
-            else:
-                used = jnp.minimum(positions_BT.max() + 1, S)
-                _, total, out = jax.lax.fori_loop(0, -(-used // self.block), read, sums)
-            # A query that sees nothing gets zeros.
-            out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
+            used = jnp.minimum(positions_BT.max() + 1, S)
+            _, total, out = jax.lax.fori_loop(0, -(-used // self.block), read, sums)
+        out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]  # a query that sees nothing gets zeros
         out_BTNH = out.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
         return out_BTNH.astype(q_BTNH.dtype)
 
