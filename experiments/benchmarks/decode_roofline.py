@@ -76,11 +76,8 @@ def lower(device, name: str, weights: str, rows: int, columns: int, drawn: str):
 
 def per_token(program: Program, turns: int) -> tuple[int, int]:
     """Return the kernels of a token, and the bytes that they move. turns: of the loop, as the compiler knows them."""
-    kernels = [
-        k
-        for k in program.kernels
-        if k.times == turns and not re.search("while/cond/|/cond/branch_._fun/(?!dot)", k.where)
-    ]
+    skipped = "while/cond/" if turns > 1 else "while/cond/|/cond/branch_._fun/(?!dot)"
+    kernels = [k for k in program.kernels if k.times == turns and not re.search(skipped, k.where)]
     return len(kernels), sum(k.bytes for k in kernels)
 
 
