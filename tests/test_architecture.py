@@ -43,7 +43,7 @@ ROWS = [
 
 # Inside layers, the same again.
 LAYER_ROWS = [
-    ["block"],
+    ["block", "gpu"],
     ["attention", "mlp"],
     ["kernels"],
     ["kernels.plain", "kernels.native.build"],

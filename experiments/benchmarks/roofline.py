@@ -101,11 +101,15 @@ def compile_program(lowered, options: dict | None = None, *, dumps: bool = True)
         compiled = lowered.compile(compiler_options=(dump if dumps else {}) | (options or {}))
         thunks = [path.read_text() for path in Path(directory).glob("*thunk_sequence_after_thunk_passes.txt")]
     assert len(thunks) == dumps
-    top = [line.split()[1] for text in thunks for line in text.splitlines() if re.match(r"\d+: ", line)]
+    launched, graph = [], None  # a graph's own lines are indented further than it is
+    for indent, kind in re.findall(r"^( *)\d+: (\w+)", "".join(thunks), re.MULTILINE):
+        if graph is None or len(indent) <= graph:
+            launched.append(kind)
+            graph = len(indent) if kind == "kCommandBuffer" else None
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
     counted = f"{cost.get('bytes accessed', 0) / 1e9:.1f} GB and {cost.get('flops', 0) / 1e12:.1f} TFLOP"
-    graphs = top.count("kCommandBuffer")
-    others = [kind for kind in top if kind != "kCommandBuffer"]
+    graphs = launched.count("kCommandBuffer")
+    others = [kind for kind in launched if kind != "kCommandBuffer"]
     return Program(read_kernels(compiled.as_text()), memory.temp_size_in_bytes, counted if cost else "", graphs, others)
 
 

@@ -22,6 +22,7 @@ from jaxgpt.errors import UserError
 
 Precision = Literal["float32", "bfloat16", "int8"]  #: dtype of weights, and of keys and values, for sampling
 MAX_NEW_TOKENS = 400  # default length of a sample
+COLDEST = 1e-6  # lowest temperature: below it, rounding errors in the logits decide, and logits overflow
 MAX_BIASES = 1024  # most biases in a request
 Penalty = Annotated[float, Interval(ge=-2, le=2)]
 BUCKET = 128  # tokens that the smallest cache has room for. Larger ones have twice, four times ... as many
@@ -54,6 +55,11 @@ class Sampling:
     # pairs of a token id and what is added to its logit, -100 to 100: -100 bans it
     logit_bias: tuple[tuple[int, float], ...] = ()
     greedy: bool = False  # take the most likely token after penalties and biases, and ignore other filters
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.greedy or (self.temperature is not None and self.temperature < COLDEST)
 
     def __post_init__(self) -> None:
         """Check the fields."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import math
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,11 +25,12 @@ from jaxgpt.model import GPT
 from jaxgpt.sample import BUCKET, Decoding, Precision, Sampling, programs
 from jaxgpt.sample.filters import SamplingRows
 from jaxgpt.sample.grammar import Grammar
-from jaxgpt.sample.programs import cache_columns, check_ids, check_prompt, chunk_size, next_bucket
+from jaxgpt.sample.programs import CHUNK, GPU_CHUNK, cache_columns, check_ids, check_prompt, chunk_size, next_bucket
 from jaxgpt.sample.quantize import check_model_type, lay_out_once
 from jaxgpt.sample.score import pair_up, score
 
 BURST = 64  # most tokens that one call of `decode` draws in each slot
+PLAIN_STEPS = (64, 8)  # tokens that one call of `decode_plain` draws: each number is a program
 MAX_STOPS = 8  # stop tokens of a request
 CONTEXT = 64  # last ids of a prompt with which new ones are decoded: all of thousands would take milliseconds each time
 UNFINISHED = "\ufffd"  # how decoded text ends if the last bytes are an incomplete character
@@ -45,6 +48,12 @@ class Request:
     top_logprobs: int | None = None  # alternatives of each token, 0 to MAX_TOP. None means no log-probabilities
     grammar: Grammar | None = None  # what the completion must match. None means any text
     __repr__ = short_repr
+
+    @functools.cached_property
+    def is_plain(self) -> bool:
+        """Whether `decode_plain` draws its tokens."""
+        plain = Sampling(greedy=self.sampling.greedy, temperature=self.sampling.temperature)
+        return self.sampling == plain and self.top_logprobs is None and self.grammar is None
 
 
 class Piece(NamedTuple):
@@ -86,6 +95,7 @@ class Engine:
         prefix_bytes: int = 0,
         slides: bool = False,
         resizes: bool = False,
+        reproducible: bool = False,
     ):
         """Allocate the state.
 
@@ -100,15 +110,20 @@ class Engine:
             slides: whether to go on at the end of the context, with the window of `generate`, or to end the completion.
             resizes: compute 1, 2, 4, ... rows, as many as are occupied, and not one for each slot. Few take less time, but
                 a logit may be rounded differently together with other requests.
+            reproducible: also on a GPU one program draws whatever the requests are, so that others change no rounding.
         """
         self.model, self.params, self.slots = model, params, slots
         self.vocab_size, self.max_stops, self.slides = programs.known_ids(model, vocab_size), max_stops, slides
-        columns = cache_columns(model) if columns is None else columns
+        self._columns = columns = cache_columns(model) if columns is None else columns
         # Numbers of rows of the decoding state, and the slot that each row is for.
         self._sizes = [*(2**n for n in range(resizes * (slots - 1).bit_length())), slots]
         self._rows: list[_Slot | None] = [None] * self._sizes[0]
         # The prompt that is being read.
         self._scratch = programs.allocate_cache(model, params, 1, columns, cache_dtype)
+        is_on_gpu = {device.platform for device in jax.tree.leaves(self._scratch)[0].devices()} == {"gpu"}
+        gpu_chunk = GPU_CHUNK if columns <= 16 * GPU_CHUNK else CHUNK  # scores of a chunk and all columns take memory
+        self._chunk = math.gcd(columns, gpu_chunk) if is_on_gpu else chunk_size(model)
+        self._has_plain = is_on_gpu and not reproducible  # `decode_plain` draws where it can
         self._state = programs.DecodeState(
             programs.allocate_cache(model, params, self._sizes[0], columns, cache_dtype),
             programs.allocate_rows(jax.tree.leaves(params)[0], self._sizes[0], max_stops, self.vocab_size),
@@ -136,13 +151,17 @@ class Engine:
     def warm_up(self, begin: Callable[[str], None] = lambda program: None) -> None:
         """Compile all that requests can need. begin: is called with the name of each program, before that is compiled."""
         assert self.is_idle, "requests are running"
-        prompt = [0] * min(chunk_size(self.model) + 1, self.model.config.block_size)
+        prompt = [0] * min(self._chunk + 1, self.model.config.block_size)
         for size in [*self._sizes, 1]:  # the last restores the chunk of the first, and gives up rows
             begin(f"the decoding of {size} rows" if size > 1 else "the decoding of one row")
             for number in range(size):
-                self.submit(Request(prompt=[0] if number else prompt, key=jax.random.key(0), max_new_tokens=1))
+                read = [0] if number else prompt
+                self.submit(Request(prompt=read, key=jax.random.key(0), max_new_tokens=1, top_logprobs=0))
             self.finish_reading()
             self.decode(1)
+            for end in range(1, self._columns * self._has_plain, programs.GPU_COLUMNS):  # many find theirs compiled
+                self._draw_plain(min(PLAIN_STEPS), end, True)
+                self._draw_plain(min(PLAIN_STEPS), end, False)
             self._state = programs.release(self._state, np.int32(0))
 
     def submit(self, request: Request) -> int:
@@ -201,14 +220,7 @@ class Engine:
             at -= 1
             self._resize(self._sizes[at])
         running = [(row, found) for row, found in enumerate(self._rows) if found is not None]
-        steps = min(burst, BURST, max(found.left for _, found in running))
-        allowed_BW = np.full((len(self._rows), self.vocab_size // 32 + 1), 2**32 - 1, np.uint32)
-        for row, found in running:
-            if found.constraint is not None:
-                found.constraint.fill(allowed_BW[row], found.request.stop_tokens)
-                steps = 1
-        self._state, drawn = programs.decode(self.model, self.params, self._state, np.int32(steps), BURST, allowed_BW)
-        drawn, pieces, block_size = jax.device_get(drawn), [], self.model.config.block_size
+        drawn, pieces, block_size = jax.device_get(self._draw(running, burst)), [], self.model.config.block_size
         for row, found in running:
             count = int(drawn.count_B[row])
             tokens, logprobs, top = drawn.tokens_BN[row, :count].tolist(), [], []
@@ -235,12 +247,37 @@ class Engine:
                 pieces.append(Piece(found.number, tokens, logprobs, top, finish))
         return pieces
 
+    def _draw(self, running: list[tuple[int, _Slot]], burst: int) -> programs.Drawn:
+        """Draw up to `burst` tokens in each row that runs, by the program that a GPU has for plain requests if it may."""
+        left = max(found.left for _, found in running)
+        if self._has_plain and burst >= min(PLAIN_STEPS) and all(found.request.is_plain for _, found in running):
+            # The loop may go past the end of all, for so many steps that one program does for many lengths.
+            steps = next(n for n in PLAIN_STEPS if n <= min(burst, 2 * left + 8))
+            last = max(len(found.tokens) - 1 - found.first for _, found in running)
+            is_greedy = all(found.request.sampling.is_greedy for _, found in running)
+            return self._draw_plain(steps, last + steps, is_greedy)
+        steps = min(burst, BURST, left)
+        allowed_BW = np.full((len(self._rows), self.vocab_size // 32 + 1), 2**32 - 1, np.uint32)
+        for row, found in running:
+            if found.constraint is not None:
+                found.constraint.fill(allowed_BW[row], found.request.stop_tokens)
+                steps = 1
+        self._state, drawn = programs.decode(self.model, self.params, self._state, np.int32(steps), BURST, allowed_BW)
+        return drawn
+
+    def _draw_plain(self, steps: int, end: int, is_greedy: bool) -> programs.Drawn:
+        """Draw by `decode_plain` at positions below `end`."""
+        columns = min(next_bucket(programs.GPU_COLUMNS, end), self._columns)
+        how = steps, columns, is_greedy
+        self._state, drawn = programs.decode_plain(self.model, self.params, self._state, *how)
+        return drawn
+
     def _read_chunk(self) -> None:
         """Read the next chunk of the first prompt that waits. After the last one, let its slot decode."""
         found = self._waiting[0]
         unread = found.tokens[found.first : -1]  # the last is read with the first draw
         if self._reading is None:
-            self._reading = programs.split_chunks(unread, chunk_size(self.model))
+            self._reading = programs.split_chunks(unread, self._chunk)
         for chunk in self._reading:
             start, size = np.int32(chunk.start), chunk.tokens_1T.size
             length = np.int32(min(size, len(unread) - chunk.start))
@@ -362,7 +399,8 @@ def _decode(
 ) -> Iterator[tuple[list[list[int]], list[list[float]]]]:
     """Yield the new tokens of each prompt and their log-probabilities, after each burst of at most `every` tokens."""
     check_model_type(model)
-    burst, most = 1, BURST if every is None else check_count("every", every)
+    most = BURST if every is None else check_count("every", every)
+    burst = BURST if every is None else 1
     ids = truncate_prompts(model, prompts)
     model, params = lay_out_once(model, params)
     engine = Engine(
@@ -374,6 +412,7 @@ def _decode(
         columns=cache_columns(model, next_bucket(decoding.bucket, max(map(len, ids)) + decoding.max_new_tokens)),
         max_stops=next_bucket(4, len(decoding.stop_tokens)),
         slides=True,
+        reproducible=decoding.slots is not None,
     )
     keys, waiting, running = prompt_keys(key, ids), list(range(len(ids)))[::-1], {}
     tokens, logprobs = [[] for _ in ids], [[] for _ in ids]

@@ -15,10 +15,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxgpt.config.validate import LARGEST_SIZE, short_repr
-from jaxgpt.sample import MAX_BIASES, Sampling
+from jaxgpt.sample import COLDEST, MAX_BIASES, Sampling
 
 SMALL_K = 128  # most tokens of top-k that are found by sorting, which takes longer for more
-COLDEST = 1e-6  # lowest temperature: below it, rounding errors in the logits decide, and logits overflow
 
 
 class SamplingRows(flax.struct.PyTreeNode):
@@ -45,12 +44,14 @@ class SamplingRows(flax.struct.PyTreeNode):
         """Return the rows of several `Sampling`, as NumPy's arrays: they go to the device with a call."""
         rows = []
         for s in samplings:
-            is_greedy = s.greedy or (s.temperature is not None and s.temperature < COLDEST)
-            temperature, top_k = 1.0 if is_greedy else s.temperature or 1.0, min(s.top_k or LARGEST_SIZE, LARGEST_SIZE)
+            temperature, top_k = (
+                1.0 if s.is_greedy else s.temperature or 1.0,
+                min(s.top_k or LARGEST_SIZE, LARGEST_SIZE),
+            )
             filters = (1.0 if s.top_p is None else s.top_p, s.min_p or 0.0)
             penalties = (s.repetition_penalty or 1.0, s.frequency_penalty or 0.0, s.presence_penalty or 0.0)
             biases = np.array([*s.logit_bias, *[(LARGEST_SIZE, 0.0)] * (MAX_BIASES - len(s.logit_bias))])
-            flags = (is_greedy, bool(s.logit_bias))
+            flags = (s.is_greedy, bool(s.logit_bias))
             rows.append((temperature, top_k, *filters, *penalties, *flags, biases[:, 0], biases[:, 1]))
         types = (np.float32, np.int32, *[np.float32] * 5, bool, bool, np.int32, np.float32)
         columns: Any = (np.array(column, dtype) for column, dtype in zip(zip(*rows, strict=True), types, strict=True))

@@ -22,10 +22,11 @@ from jax.typing import ArrayLike
 
 from jaxgpt.config.validate import LARGEST_SIZE, short
 from jaxgpt.errors import UserError
+from jaxgpt.layers.gpu import with_gpu_forms
 from jaxgpt.layers.kernels.cached import LayerCache, put_tokens
 from jaxgpt.model import GPT, GPTConfig
 from jaxgpt.sample import Precision, Sampling
-from jaxgpt.sample.filters import SamplingRows
+from jaxgpt.sample.filters import SamplingRows, draw
 from jaxgpt.sample.quantize import apply_model, decode_module, unstack_layers
 
 LOG = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ Cache = Any  # linen's collection "cache", or the tokens of a model without one:
 MAX_TOP = 20  # most alternatives with log-probabilities in a request, as in OpenAI's interface
 NO_STOP = -1  # pads stop tokens, and is never drawn
 CHUNK = 64  # tokens of a prompt that are read at a time: on two CPU cores 256 are no faster for each token
+GPU_CHUNK = 512  # the same on a GPU, whose passes over fewer wait for launches
+GPU_COLUMNS = 256  # fewest that `decode_plain` reads: attention to so many is one kernel
 DEEP = 16  # blocks from which on the start of a program on CPU counts more than its speed with prompts
 BLOCK = 128  # columns of the cache that attention reads at a time on CPU: 64 cost a fifth of the speed at 8 rows
 
@@ -129,17 +132,20 @@ def allocate_cache(model: GPT, params: dict, batch: int, columns: int, dtype: Pr
         return decode_module(model, params, {}, tokens_BS, positions_BT=positions_BS, method="hidden_states")[1]
 
     def clear(x: Any) -> Any:
-        if not isinstance(x, LayerCache):
+        if not _is_layer(x):
             return jnp.zeros(x.shape, x.dtype)
         return x.clear(dtype or model.dtype, context=min(model.config.block_size, columns), block=block)
 
-    return jax.tree.map(clear, jax.eval_shape(make, params), is_leaf=lambda x: isinstance(x, LayerCache))
+    return jax.tree.map(clear, jax.eval_shape(make, params), is_leaf=_is_layer)
 
 
 def is_columns(cache: Cache) -> bool:
     """Return whether all of a cache are keys and values, in columns: their order in time can be seen and undone."""
-    leaves = jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, LayerCache))
-    return all(isinstance(x, LayerCache) for x in leaves)
+    return all(map(_is_layer, jax.tree.leaves(cache, is_leaf=_is_layer)))
+
+
+def _is_layer(x: Any) -> bool:
+    return isinstance(x, LayerCache)
 
 
 class Chunk(NamedTuple):
@@ -226,9 +232,9 @@ class Drawn(flax.struct.PyTreeNode):
     count_B: jax.Array  # int32, without the stop token
     stopped_B: jax.Array  # bool: a stop token was drawn
     tokens_BN: jax.Array
-    logprobs_BN: jax.Array
-    top_ids_BNA: jax.Array  # the A = min(MAX_TOP, V) most probable, best first
-    top_logprobs_BNA: jax.Array
+    logprobs_BN: Any = None
+    top_ids_BNA: Any = None  # the A = min(MAX_TOP, V) most probable, best first
+    top_logprobs_BNA: Any = None
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), keep_unused=True)
@@ -399,3 +405,49 @@ def decode(
     top = tokens_BN.astype(jnp.float32), ids_BNA, ids_BNA.astype(jnp.float32)
     drawn = Drawn(jnp.zeros(B, jnp.int32), jnp.zeros(B, bool), tokens_BN, *top)
     return jax.lax.while_loop(is_unfinished, step, (jnp.int32(0), state, drawn))[1:]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5), donate_argnums=2)
+def decode_plain(
+    model: GPT, params: dict, state: DecodeState, steps: int, columns: int, greedy: bool
+) -> tuple[DecodeState, Drawn]:
+    """Do what `decode` does if all slots that draw are greedy or have a temperature, and nothing else.
+
+    A GPU runs the loop, whose length is known, without the host. A slot that ends goes through the rest of it, and is
+    left as no one reads it. So are `seen_BV` and log-probabilities, which such slots do not need.
+
+    columns: how many attention reads, above all positions after the last step, or all. greedy: whether all are.
+    """
+
+    def set_live(cache: Cache, columns: int | None) -> Cache:
+        return jax.tree.map(lambda x: x.replace(live=columns) if _is_layer(x) else x, cache, is_leaf=_is_layer)
+
+    def step(i: jax.Array, carry: tuple[Cache, jax.Array, jax.Array]) -> tuple[Cache, jax.Array, jax.Array]:
+        cache, token_B, tokens_NB = carry
+        positions_B1 = jnp.where(i < limit_B, rows.position_B + i, 0)[:, None]
+        x_B1D, cache = read_tokens(model, params, cache, token_B[:, None], positions_B1)
+        logits_BV = apply_model(model, params, x_B1D, method="unembed")[:, 0, : rows.seen_BV.shape[1]]
+        token_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+        if not greedy:
+            weights_BV = jax.nn.softmax(logits_BV / rows.sampling.temperature_B[:, None], axis=-1)
+            keys_B = jax.vmap(jax.random.fold_in)(rows.keys_B, rows.drawn_B + i)
+            token_B = jnp.where(rows.sampling.is_greedy_B, token_B, draw(weights_BV, keys_B))
+        # A slice would be copied outside of the CUDA graph that all else is.
+        return cache, token_B, jnp.where(number_N1 == i, token_B[None], tokens_NB)
+
+    model, params = unstack_layers(model, params)
+    rows, number_N1 = state.rows, jnp.arange(steps)[:, None]
+    # XLA's norm of several rows is one kernel, of one row three.
+    read_tokens = with_gpu_forms(read) if len(rows.left_B) == 1 else read
+    room_B = model.config.block_size - rows.position_B
+    limit_B = rows.left_B if has_unbounded_positions(model) else jnp.minimum(rows.left_B, room_B)
+    limit_B = jnp.clip(limit_B, 0, steps)
+    carry = set_live(state.cache, columns), rows.token_B, jnp.zeros((steps, len(limit_B)), jnp.int32)
+    cache, token_B, tokens_NB = jax.lax.fori_loop(0, steps, step, carry)
+    is_stop_NB = (tokens_NB[:, :, None] == rows.stops_BE[None]).any(axis=-1)
+    count_B = jnp.minimum(limit_B, jnp.where(is_stop_NB, number_N1, steps).min(axis=0))
+    left_B = jnp.where(count_B == steps, rows.left_B - steps, 0)
+    rows = rows.replace(
+        token_B=token_B, position_B=rows.position_B + steps, left_B=left_B, drawn_B=rows.drawn_B + steps
+    )
+    return DecodeState(set_live(cache, None), rows), Drawn(count_B, count_B < limit_B, tokens_NB.T)

@@ -212,24 +212,34 @@ class DecodeMatrix(flax.struct.PyTreeNode):
 
         Inputs are rounded to the weights' type. For int8 each row of them is scaled by its largest magnitude (Dettmers
         et al. 2022, arXiv:2208.07339, without their outliers), since only an integer product is faster than float32
-        on CPU. A row's result has the same bits whatever the other rows are and wherever it is among them.
+        on CPU. On an Nvidia GPU int8 weights leave inputs as they are. Elsewhere a row's result has the same bits whatever
+        the other rows are and wherever it is among them.
         """
-        if self.values_FD.dtype == jnp.int8:
-            x_UD, x_scale_U = to_int8(x_UD)
-        else:
-            x_UD, x_scale_U = x_UD.astype(self.values_FD.dtype), jnp.ones(x_UD.shape[0])
-        y_FU = jax.lax.platform_dependent(self.values_FD, x_UD, cpu=_multiply_on_cpu, default=_multiply)
-        # The scale also keeps XLA from turning the float32 product into the slow x @ matrix.T.
-        return (y_FU[: len(self.scale_F)].astype(jnp.float32) * (self.scale_F[:, None] * x_scale_U[None])).T
+        return jax.lax.platform_dependent(self, x_UD, cuda=_matmul_on_gpu, default=_matmul)
 
 
-def _multiply(values_FD: jax.Array, x_UD: jax.Array) -> jax.Array:
-    """Compute (x_UD @ values_FD.T).T in int32 if the values are integers, else in float32."""
-    return _dot(x_UD, values_FD).T
+def _matmul_on_gpu(matrix: DecodeMatrix, x_UD: jax.Array) -> jax.Array:
+    """Convert int8 weights as they are read, and no input: a GPU waits for memory, and for each kernel."""
+    is_int8 = matrix.values_FD.dtype == jnp.int8
+    dtype = x_UD.dtype if is_int8 else matrix.values_FD.dtype
+    y_UF = jnp.dot(x_UD.astype(dtype), matrix.values_FD.T.astype(dtype), preferred_element_type=jnp.float32)
+    y_UF = y_UF[:, : len(matrix.scale_F)]
+    return y_UF * matrix.scale_F[None] if is_int8 else y_UF
+
+
+def _matmul(matrix: DecodeMatrix, x_UD: jax.Array) -> jax.Array:
+    values_FD, scale_F = matrix.values_FD, matrix.scale_F
+    if values_FD.dtype == jnp.int8:
+        x_UD, x_scale_U = to_int8(x_UD)
+    else:
+        x_UD, x_scale_U = x_UD.astype(values_FD.dtype), jnp.ones(x_UD.shape[0])
+    y_FU = jax.lax.platform_dependent(values_FD, x_UD, cpu=_multiply_on_cpu, default=lambda w, x: _dot(x, w).T)
+    # The scale also keeps XLA from turning the float32 product into the slow x @ matrix.T.
+    return (y_FU[: len(scale_F)].astype(jnp.float32) * (scale_F[:, None] * x_scale_U[None])).T
 
 
 def _multiply_on_cpu(values_FD: jax.Array, x_UD: jax.Array) -> jax.Array:
-    """Compute the same in the form that XLA on CPU runs fastest.
+    """Compute values_FD @ x_UD.T, in int32 if they are integers, in the form that XLA on CPU runs fastest.
 
     x @ values.T reorders the whole matrix first, which costs more than a few rows' product does. With the matrix on
     the left XLA reorders x. With two halves of it as a batch it also uses all cores for one row (27 GB/s of weights
@@ -243,7 +253,7 @@ def _multiply_on_cpu(values_FD: jax.Array, x_UD: jax.Array) -> jax.Array:
     if is_exact and most >= U and why_not_native() is None:
         return native_product(values_FD, x_UD)
     if most < U:
-        return _dot(values_FD, x_UD) if is_float32 else _multiply(values_FD, x_UD)
+        return _dot(values_FD, x_UD) if is_float32 else _dot(x_UD, values_FD).T
     if U == 1 and not is_float32:  # one row takes XLA's plain loop, ten times slower than the product for two
         x_UD = jnp.concatenate([x_UD, x_UD])
     halves = values_FD.reshape(2, F // 2, D)

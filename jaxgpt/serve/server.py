@@ -83,6 +83,7 @@ def make_server(
         max_stops=MAX_STOP_TOKENS + len({*served.stop_tokens, *(served.chat_stop_tokens or ())}),
         prefix_bytes=options.prefix_cache_mb * 1_000_000,
         resizes=not options.reproducible,
+        reproducible=options.reproducible,
     )
     score = functools.partial(score_prompt, model, params, top=MAX_TOP, vocab_size=vocab_size)
     scheduler = Scheduler(engine, score, queue=served.queue, log=log)

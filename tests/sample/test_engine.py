@@ -94,6 +94,34 @@ def test_log_probabilities_and_alternatives_are_the_models():
         assert dict(best)[token] == logprob  # of three that could be drawn, among the best four
 
 
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_a_loop_of_known_length_draws_the_same(monkeypatch, position):
+    """It is a GPU's, for requests that are greedy or have a temperature. Others take the turns that they need."""
+    monkeypatch.setattr(programs, "GPU_COLUMNS", 32)
+    slides = position == "rope"
+    model, params = make_model(dataclasses.replace(CONFIG, position=position, sliding_window=5 if slides else None))
+    params, dtype = jax.tree.map(lambda x: 5.0 * x, params), "int8" if slides else "float32"
+    engines = [Engine(model, params, slots=SLOTS, slides=True, cache_dtype=dtype) for _ in range(2)]
+    engines[1]._has_plain = True
+    decode_plain, calls = programs.decode_plain, []
+    monkeypatch.setattr(programs, "decode_plain", lambda *args: calls.append(args[3:]) or decode_plain(*args))
+    plain = [Sampling(), Sampling(greedy=True), Sampling(temperature=1.5)]
+    for burst, seed in ((8, 3), (64, 4), (13, 5)):
+        rng, wanted = np.random.default_rng(seed), []
+        for request in requests(12, seed):
+            is_plain = rng.random() < 0.9
+            sampling = plain[rng.integers(3)] if is_plain else request.sampling
+            drawn = dict(
+                sampling=sampling, top_logprobs=None if is_plain else 2, max_new_tokens=int(rng.integers(1, 96))
+            )
+            wanted.append(dataclasses.replace(request, prompt=request.prompt[:burst], **drawn))
+        general, static = (serve(engine, wanted, burst) for engine in engines)
+        assert [(tokens, finish) for tokens, *_, finish in static] == [(t, finish) for t, *_, finish in general]
+        assert {finish for *_, finish in static} == {"length", "stop"}
+    steps, columns, greedy = map(set, zip(*calls, strict=True))
+    assert (steps, columns, greedy) == ({8, 64}, {32, C}, {False, True})
+
+
 @pytest.mark.slow
 def test_as_many_rows_are_computed_as_are_occupied(monkeypatch):
     computed, decode = [], programs.decode
@@ -115,6 +143,7 @@ def test_as_many_rows_are_computed_as_are_occupied(monkeypatch):
 @pytest.mark.parametrize("resizes", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_after_the_warm_up_nothing_compiles(resizes):
     engine = Engine(*long(), slots=2, prefix_bytes=10**6, resizes=resizes)
+    engine._has_plain = resizes
     engine.warm_up()
     wanted = [
         dataclasses.replace(request, prompt=(request.prompt * 4)[: 4 * C - number])

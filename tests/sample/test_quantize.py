@@ -6,18 +6,19 @@ import numpy as np
 import pytest
 
 from jaxgpt.layers.linear import to_int8
-from jaxgpt.sample.quantize import DecodeMatrix
+from jaxgpt.sample.quantize import DecodeMatrix, _matmul_on_gpu
 from tests.helpers import FLOAT32_REORDERED
 
 MATRIX_FD = jax.random.normal(jax.random.key(0), (29, 24))
 
 
+@pytest.mark.parametrize("multiply", [DecodeMatrix.matmul, _matmul_on_gpu])
 @pytest.mark.parametrize("rows", [1, 9])
 # Sums of 24 products of size 1: half a step of 2^-8, or of 2/127, in each factor.
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 2e-5), ("bfloat16", 0.12), ("int8", 0.25)])
-def test_a_product_for_decoding_is_the_product(rows, dtype, error):
+def test_a_product_for_decoding_is_the_product(rows, dtype, error, multiply):
     x_ND = jax.random.normal(jax.random.key(1), (rows, 24))
-    y_NF = jax.jit(lambda p, x: p.matmul(x))(DecodeMatrix.quantize(MATRIX_FD, dtype), x_ND)
+    y_NF = jax.jit(multiply)(DecodeMatrix.quantize(MATRIX_FD, dtype), x_ND)
     assert y_NF.dtype == jnp.float32
     np.testing.assert_allclose(y_NF, x_ND @ MATRIX_FD.T, atol=error, rtol=error)
 

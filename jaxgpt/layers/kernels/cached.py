@@ -35,6 +35,8 @@ class LayerCache(flax.struct.PyTreeNode):
     v_scale_BKS: jax.Array | None = None
     context: int = flax.struct.field(pytree_node=False, kw_only=True)  # tokens that a query attends to, at most S
     block: int = flax.struct.field(pytree_node=False, kw_only=True)  # columns that are read at a time. It divides S
+    # the first columns, which a plain softmax reads, in one kernel on a GPU. None means blocks and a running softmax
+    live: int | None = flax.struct.field(pytree_node=False, kw_only=True, default=None)
     __repr__ = short_repr
 
     @staticmethod
@@ -84,32 +86,43 @@ class LayerCache(flax.struct.PyTreeNode):
         window = self.context if scores.window is None else min(scores.window, self.context)
         in_float32 = {"preferred_element_type": jnp.float32}
 
-        def read(number: jax.Array, sums: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-            first = number * self.block
-            part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, self.block, axis=2), self)
+        def see(part: LayerCache, first: int | jax.Array) -> tuple[jax.Array, jax.Array]:
             # int8 keys and values have one scale per token: it is applied to the scores and to the weights.
             k_BKSH = part.k_BKSH if part.k_scale_BKS is None else part.k_BKSH.astype(q_BKQH.dtype)
             scores_BKQS = jnp.einsum("bkqH,bksH->bkqs", q_BKQH.astype(k_BKSH.dtype), k_BKSH, **in_float32)
             if part.k_scale_BKS is not None:
                 scores_BKQS = scores_BKQS * part.k_scale_BKS[:, :, None]
             scores_BKQS = cap_scores(scores_BKQS * scale, scores.softcap)
-            columns_11S = (first + jnp.arange(self.block))[None, None]
+            columns_11S = (first + jnp.arange(part.columns))[None, None]
             behind_BTS = (positions_BT[:, :, None] - columns_11S) % S
             visible_BTS = (behind_BTS < window) & (behind_BTS <= positions_BT[:, :, None])
-            visible = jnp.tile(visible_BTS[:, None], (1, 1, G, 1))
+            return scores_BKQS, jnp.tile(visible_BTS[:, None], (1, 1, G, 1))
+
+        def weigh(part: LayerCache, weights: jax.Array) -> jax.Array:
+            v_BKSH = part.v_BKSH
+            if part.v_scale_BKS is not None:
+                v_BKSH, weights = v_BKSH.astype(jnp.float32), weights * part.v_scale_BKS[:, :, None]
+            return jnp.einsum("bkqs,bksH->bkqH", weights.astype(v_BKSH.dtype), v_BKSH, **in_float32)
+
+        def read(number: jax.Array, sums: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+            first = number * self.block
+            part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, self.block, axis=2), self)
+            scores_BKQS, visible = see(part, first)
             largest, total, out = sums
             new_largest = jnp.maximum(largest, jnp.where(visible, scores_BKQS, LOWEST).max(axis=-1))
             weights = jnp.where(visible, jnp.exp(scores_BKQS - new_largest[..., None]), 0.0)
             shrink = jnp.exp(largest - new_largest)
-            total, v_BKSH = total * shrink + weights.sum(axis=-1), part.v_BKSH
-            if part.v_scale_BKS is not None:
-                v_BKSH, weights = v_BKSH.astype(jnp.float32), weights * part.v_scale_BKS[:, :, None]
-            values = jnp.einsum("bkqs,bksH->bkqH", weights.astype(v_BKSH.dtype), v_BKSH, **in_float32)
+            total, values = total * shrink + weights.sum(axis=-1), weigh(part, weights)
             return new_largest, total, out * shrink[..., None] + values
 
         shape = q_BKQH.shape[:-1]
         sums = jnp.full(shape, LOWEST), jnp.zeros(shape), jnp.zeros((*shape, self.v_BKSH.shape[-1]))
-        if self.block == S:
+        if self.live is not None:
+            part = jax.tree.map(lambda x: x[:, :, : self.live], self)
+            scores_BKQS, visible = see(part, 0)
+            weights = jax.nn.softmax(jnp.where(visible, scores_BKQS, LOWEST), axis=-1)
+            total, out = jnp.ones(shape), weigh(part, weights)
+        elif self.block == S:
             _, total, out = read(jnp.int32(0), sums)
         else:
             used = jnp.minimum(positions_BT.max() + 1, S)
