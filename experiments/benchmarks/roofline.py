@@ -113,28 +113,30 @@ def compile_program(lowered, options: dict | None = None, *, dumps: bool = True)
     return Program(read_kernels(compiled.as_text()), memory.temp_size_in_bytes, counted if cost else "", graphs, others)
 
 
-def format_table(program: Program, bandwidth: float, rate: float) -> str:
-    """Return the table by group, in Markdown."""
+def format_groups(kernels: list[Kernel], bandwidth: float, rate: float) -> str:
+    """Return the table by group, in Markdown, the longest first."""
     groups = collections.defaultdict(list)
-    for kernel in program.kernels:
+    for kernel in kernels:
         groups[kernel.group].append(kernel)
     rows = ["| group | launches | GB | TFLOP | roofline, ms |", "|---|---|---|---|---|"]
     order = sorted(groups.items(), key=lambda item: -sum(k.seconds(bandwidth, rate) for k in item[1]))
-    for name, kernels in [*order, ("**sum**", program.kernels)]:
-        launches, size = (sum(k.times * x for k, x in pairs) for pairs in _pairs(kernels))
-        flops = sum(k.times * k.flops for k in kernels)
-        seconds = sum(k.seconds(bandwidth, rate) for k in kernels)
-        rows.append(f"| {name} | {launches} | {size / 1e9:.1f} | {flops / 1e12:.1f} | {1e3 * seconds:.2f} |")
+    for name, members in [*order, ("**sum**", kernels)]:
+        launches = sum(k.times for k in members)
+        size, flops = sum(k.times * k.bytes for k in members), sum(k.times * k.flops for k in members)
+        seconds = sum(k.seconds(bandwidth, rate) for k in members)
+        rows.append(f"| {name} | {launches:,} | {size / 1e9:,.1f} | {flops / 1e12:,.1f} | {1e3 * seconds:,.2f} |")
+    return "\n".join(rows)
+
+
+def format_table(program: Program, bandwidth: float, rate: float) -> str:
+    """Return the table of a program, and what the compiler says of it."""
+    rows = [format_groups(program.kernels, bandwidth, rate)]
     rows.append(f"\n{program.temporaries / 2**30:.2f} GiB of temporaries; {program.graphs} CUDA graphs")
     if program.said:
         rows.append(f"the compiler's own count, with the body of a loop once: {program.said}")
     if program.others:
         rows.append(f"beside the graphs: {', '.join(sorted(set(program.others)))}")
     return "\n".join(rows)
-
-
-def _pairs(kernels: list[Kernel]):
-    return [(k, 1) for k in kernels], [(k, k.bytes) for k in kernels]
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ Method      the text of the compiled program has every kernel with its operands 
             counts once, at the full bandwidth of the memory, and products at the full rate of the data sheet. On a GPU
             kernels run one after another, and each takes the longer of the two. A TPU prefetches for the next.
 Command     python experiments/benchmarks/traffic.py experiments/gpt2_124m.py --topology h200:8 [--FIELD VALUE]
+            By group, in the table, see roofline.py, which has the same for one model and needs no experiment.
 Result      a bound that is sharper than the one of `jaxgpt plan`, which knows FLOPs alone.
 """
 
@@ -356,13 +357,18 @@ def traffic(*, topology: str | None = None, experiment: Experiment) -> Result:
     devices = all_devices() if topology is None else topology_devices(topology)
     vocab_size = experiment.model.vocab_size or experiment.data.open_dataset(experiment.model).tokenizer.vocab_size
     experiment = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, vocab_size=vocab_size))
-    found = read_traffic(make_trainer(experiment, devices).lower().compile().as_text())
-    values = {"gigabytes": found.bytes_accessed / 1e9, "launches": sum(times for times, *_ in found.launches)}
+    text = make_trainer(experiment, devices).lower().compile().as_text()
+    found = read_traffic(text)
+    values = {"gigabytes": found.bytes_accessed / 1e9, "launches": sum(times for times, *work in found.launches if any(work))}
     if limits := PEAKS.get(devices[0].device_kind):
         values["memory_ms"] = 1e3 * found.bytes_accessed / limits.memory_bandwidth
         values["in_turn_ms"] = 1e3 * found.serial_seconds(limits.flops, limits.memory_bandwidth)
     rows = [f"{name:<12} {value:,.1f}" for name, value in values.items()]
     rows += [f"{count:,} x {name}" for name, count in found.kernels.items()]
+    if limits:
+        from roofline import format_groups, read_kernels  # which reads programs by the functions above
+
+        rows.append(format_groups(read_kernels(text), limits.memory_bandwidth, limits.flops))
     return Result(values | {"kernels": found.kernels}, "\n".join(rows))
 
 

@@ -266,6 +266,7 @@ def format_plan(p: Plan, price: float | None = None) -> str:
     else:
         rows += [
             ("assumed", "products at the full rate of the data sheet hide everything else; nothing between steps"),
+            ("by group", "python experiments/benchmarks/traffic.py, from a clone, with the same arguments"),
             ("step", f"at least {p.step_seconds * 1e3:,.1f} ms"),
             ("tokens per second", f"at most {p.tokens_per_second:,.0f}"),
         ]
