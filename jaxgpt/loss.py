@@ -154,8 +154,9 @@ def chunked_next_token_loss(
     chunks = jax.tree.map(
         lambda x: x.reshape(B, T // chunk, chunk, *x.shape[2:]).swapaxes(0, 1), (x_BTD, targets_BT, mask_BT)
     )
-    unembed = functools.partial(_unembed, model)
-    nats = _summed_nats(unembed, smoothing, log_sum_exp, head, *chunks)
+    how = {"smoothing": smoothing, "log_sum_exp": log_sum_exp}
+    loss, gradient = (functools.partial(function, **how) for function in (next_token_loss, _logits_gradient))
+    nats = _summed_nats((functools.partial(_unembed, model), loss, gradient), head, *chunks)
     return nats, jnp.sum(mask_BT, dtype=jnp.float32)
 
 
@@ -163,24 +164,25 @@ def _unembed(model: nn.Module, head: Any, x_BTD: jax.Array) -> jax.Array:
     return model.apply({"params": head}, x_BTD, method="unembed")  # type: ignore[return-value]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _summed_nats(unembed, smoothing, log_sum_exp, head, x_CBtD, targets_CBt, mask_CBt):
-    how = {"smoothing": smoothing, "log_sum_exp": log_sum_exp}
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _summed_nats(functions, head, x_CBtD, targets_CBt, mask_CBt):
+    unembed, loss, _ = functions
 
     def add(nats, chunk):
-        x_BtD, targets_Bt, mask_Bt = chunk
-        return nats + next_token_loss(unembed(head, x_BtD), targets_Bt, mask_Bt, **how)[0], None
+        x_BtD, *which = chunk
+        return nats + loss(unembed(head, x_BtD), *which)[0], None
 
     return jax.lax.scan(add, jnp.zeros(()), (x_CBtD, targets_CBt, mask_CBt))[0]
 
 
-def _summed_nats_forward(unembed, smoothing, log_sum_exp, head, x_CBtD, targets_CBt, mask_CBt):
+def _summed_nats_forward(functions, head, x_CBtD, targets_CBt, mask_CBt):
+    unembed, loss, gradient = functions
+
     def add(total, chunk):
-        x_BtD, targets_Bt, mask_Bt = chunk
+        x_BtD, *which = chunk
         logits_BtV, pull_back = jax.vjp(unembed, head, x_BtD)
-        how = {"smoothing": smoothing, "log_sum_exp": log_sum_exp}
-        value, _ = next_token_loss(logits_BtV, targets_Bt, mask_Bt, **how)
-        head_grad, x_grad_BtD = pull_back(_logits_gradient(logits_BtV, targets_Bt, mask_Bt, **how))
+        value, _ = loss(logits_BtV, *which)
+        head_grad, x_grad_BtD = pull_back(gradient(logits_BtV, *which))
         return jax.tree.map(jnp.add, total, (value, head_grad)), x_grad_BtD
 
     zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, head))
@@ -196,7 +198,7 @@ def _logits_gradient(logits_BtV, targets_Bt, mask_Bt, *, smoothing, log_sum_exp)
     return jnp.where(mask_Bt[..., None], jnp.exp(logits_BtV - log_sum_Bt1) - smoothed_BtV, 0.0)
 
 
-def _summed_nats_backward(unembed, smoothing, log_sum_exp, grads, scale):
+def _summed_nats_backward(functions, grads, scale):
     head_grad, x_grad_CBtD = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
     return head_grad, x_grad_CBtD, None, None
 

@@ -359,7 +359,10 @@ def traffic(*, topology: str | None = None, experiment: Experiment) -> Result:
     experiment = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, vocab_size=vocab_size))
     text = make_trainer(experiment, devices).lower().compile().as_text()
     found = read_traffic(text)
-    values = {"gigabytes": found.bytes_accessed / 1e9, "launches": sum(times for times, *work in found.launches if any(work))}
+    values = {
+        "gigabytes": found.bytes_accessed / 1e9,
+        "launches": sum(times for times, *work in found.launches if any(work)),
+    }
     if limits := PEAKS.get(devices[0].device_kind):
         values["memory_ms"] = 1e3 * found.bytes_accessed / limits.memory_bandwidth
         values["in_turn_ms"] = 1e3 * found.serial_seconds(limits.flops, limits.memory_bandwidth)

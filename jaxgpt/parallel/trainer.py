@@ -18,10 +18,9 @@ from jaxgpt.batch import Batch
 from jaxgpt.config.validate import short_repr
 from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
-from jaxgpt.layers import gpu
 from jaxgpt.layers.block import Compute
 from jaxgpt.lora import freeze, init_adapters, join_adapters, thaw, thawed_shapes, with_adapters
-from jaxgpt.loss import ObjectiveConfig, chunked_next_token_loss, log_sum_exp
+from jaxgpt.loss import ObjectiveConfig, chunked_next_token_loss
 from jaxgpt.model import GPT
 from jaxgpt.optim import OptimConfig
 from jaxgpt.parallel.device import ComputeOptions, compute_options
@@ -144,15 +143,18 @@ def make_losses(experiment: Experiment, model: GPT, *, on_gpu: bool = False) -> 
     is_plain = type(model) is GPT and type(objective).make_loss is ObjectiveConfig.make_loss
     head_loss = None
     if (chunk or config.block_size) < config.block_size or (on_gpu and is_plain):
-        sums = gpu.log_sum_exp if on_gpu else log_sum_exp
-        head_loss = functools.partial(chunked_next_token_loss, chunk=chunk or config.block_size, log_sum_exp=sums)
+        head_loss = functools.partial(chunked_next_token_loss, chunk=chunk or config.block_size)
+    if on_gpu:
+        from jaxgpt.layers.gpu import log_sum_exp, with_gpu_forms  # which others need not import
+
+        head_loss = head_loss and functools.partial(head_loss, log_sum_exp=log_sum_exp)
     make_loss = functools.partial(objective.make_loss, model, head_loss=head_loss)
     losses = [make_loss(label_smoothing=experiment.optim.label_smoothing), make_loss()]
     if experiment.lora.rank is not None:
         losses = map(with_adapters, losses)
     if on_gpu:  # where logits are capped, or what comes before them is not known, they may be large
         is_bounded = config.logit_softcap is None and not config.is_foreign
-        losses = map(functools.partial(gpu.with_gpu_forms, half_logits=is_bounded), losses)
+        losses = map(functools.partial(with_gpu_forms, half_logits=is_bounded), losses)
     loss_fn, eval_fn = losses
     return loss_fn, eval_fn
 

@@ -30,7 +30,8 @@ for _ in range(16):
 print(json.dumps(found))
 """
 
-OURS = "--xla_cpu_experimental_ynn_fusion_type=-reduce"
+REDUCTIONS = jax_setup.REDUCTIONS_FLAG
+OURS = f"{jax_setup.NO_FUSED_REDUCTIONS} {jax_setup.NO_MERGED_PRODUCTS}"
 
 
 def test_a_process_is_set_up(tmp_path):
@@ -59,7 +60,7 @@ def unset(monkeypatch):
     [
         (None, "", OURS),
         (None, "--xla_dump_to=x", f"--xla_dump_to=x {OURS}"),
-        (None, "--xla_cpu_experimental_ynn_fusion_type=dot", "--xla_cpu_experimental_ynn_fusion_type=dot"),
+        (None, f"{REDUCTIONS}=dot", f"{REDUCTIONS}=dot {jax_setup.NO_MERGED_PRODUCTS}"),
         ("0", "", ""),
     ],
 )
