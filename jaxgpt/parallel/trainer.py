@@ -139,23 +139,23 @@ def make_losses(experiment: Experiment, model: GPT, *, on_gpu: bool = False) -> 
     on_gpu: compute in the forms of `layers.gpu`, and let the loss have its own gradient for one chunk too, since the one
     of all logits at once is a scatter.
     """
-    config, objective, chunk = experiment.model, experiment.objective, experiment.parallel.loss_chunk
+    config, objective = experiment.model, experiment.objective
+    chunk, head_loss = experiment.parallel.loss_chunk or config.block_size, None
     is_plain = type(model) is GPT and type(objective).make_loss is ObjectiveConfig.make_loss
-    head_loss = None
-    if (chunk or config.block_size) < config.block_size or (on_gpu and is_plain):
-        head_loss = functools.partial(chunked_next_token_loss, chunk=chunk or config.block_size)
+    if chunk < config.block_size or (on_gpu and is_plain):
+        head_loss = functools.partial(chunked_next_token_loss, chunk=chunk)
+    wraps = [] if experiment.lora.rank is None else [with_adapters]
     if on_gpu:
-        from jaxgpt.layers.gpu import log_sum_exp, with_gpu_forms  # which others need not import
+        from jaxgpt.layers.gpu import log_sum_exp, with_gpu_forms  # which other devices need not import
 
         head_loss = head_loss and functools.partial(head_loss, log_sum_exp=log_sum_exp)
-    make_loss = functools.partial(objective.make_loss, model, head_loss=head_loss)
-    losses = [make_loss(label_smoothing=experiment.optim.label_smoothing), make_loss()]
-    if experiment.lora.rank is not None:
-        losses = map(with_adapters, losses)
-    if on_gpu:  # where logits are capped, or what comes before them is not known, they may be large
+        # Where logits are capped, or what comes before them is not known, they may be large.
         is_bounded = config.logit_softcap is None and not config.is_foreign
-        losses = map(functools.partial(with_gpu_forms, half_logits=is_bounded), losses)
-    loss_fn, eval_fn = losses
+        wraps.append(functools.partial(with_gpu_forms, half_logits=is_bounded))
+    make_loss = functools.partial(objective.make_loss, model, head_loss=head_loss)
+    loss_fn, eval_fn = make_loss(label_smoothing=experiment.optim.label_smoothing), make_loss()
+    for wrap in wraps:
+        loss_fn, eval_fn = wrap(loss_fn), wrap(eval_fn)
     return loss_fn, eval_fn
 
 
