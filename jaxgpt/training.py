@@ -60,7 +60,6 @@ from jaxgpt.train import Metrics, Params, TrainState, init_and_dropout_keys, why
 if TYPE_CHECKING:
     from jaxgpt.run import Run
 
-Taken = tuple[int, TrainState, Metrics]  # a step's number, the state after it, its metrics
 ROLLOUT = 2  # makes the key of rollouts from the key of initialisation. Adapters have 1
 
 
@@ -165,9 +164,10 @@ def fit(
             before = measure(state)
             if before is not None:
                 log.say(f"validation loss of these weights, before the first step: {before[0]:.4f}")
+        command = shell_line("jaxgpt", "train", "--run-dir", name_of(directory))
         signal = caught(None)
         if signal is not None:
-            raise Preempted(f"{signal}: step {start} of {config.steps} is saved. {training.how_to_continue}")
+            raise Preempted(f"{signal}: step {start} of {config.steps} is saved. To continue: {command}")
 
         in_flight = InFlight(training, log)
         is_due = False  # whether a checkpoint is to be saved
@@ -205,7 +205,7 @@ def fit(
                     is_due = False
             if signal is not None:
                 checkpoints.wait()
-                raise Preempted(f"{signal}: saved step {step} of {config.steps}. {training.how_to_continue}")
+                raise Preempted(f"{signal}: saved step {step} of {config.steps}. To continue: {command}")
         checkpoints.wait()
     from jaxgpt.run import load_run  # with all that samples, which no step needs
 
@@ -262,11 +262,6 @@ class Training:
     def dropout_key(self) -> jax.Array:
         """Return the dropout key of the run."""
         return self.keys[1]
-
-    @property
-    def how_to_continue(self) -> str:
-        """Return the command that resumes the run, in a sentence."""
-        return f"To continue: {shell_line('jaxgpt', 'train', '--run-dir', name_of(self.directory))}"
 
     def start_compiling(self, start: int) -> StepFn:
         """Compile the step in a thread, if one device takes it. Return a step that waits for it."""
@@ -328,8 +323,11 @@ class Training:
         key = jax.random.fold_in(jax.random.fold_in(self.keys[0], ROLLOUT), step)
         return self.dataset.roll_out(self.trainer, params, batch, key)
 
-    def take_steps(self, state: TrainState, start: int, stop: int) -> Iterator[Taken]:
-        """Take the steps from `start` + 1 to `stop`. Each donates the state that the last has made."""
+    def take_steps(self, state: TrainState, start: int, stop: int) -> Iterator[tuple[int, TrainState, Metrics]]:
+        """Take the steps from `start` + 1 to `stop`. Each donates the state that the last has made.
+
+        Yields each step's number, the state after it and its metrics.
+        """
         with contextlib.closing(self.batches(start)) as batches:
             for step in range(start + 1, stop + 1):
                 batch, rolled_out = self.shard_batch(step, state, next(batches))
@@ -352,16 +350,12 @@ class Training:
             losses[name], _ = mean_loss(self.trainer.eval_step, params, windows)
         return sum(parts[name][0] * x for name, x in losses.items()), {} if "" in losses else losses
 
-    @property
-    def validation_batch_size(self) -> int:
-        """Return the number of rows in a batch of the validation, over all devices."""
-        return self.trainer.strategy.data_parallel_size * self.trainer.split.micro_batch_size
-
     def _validation_windows(
         self, split: Split, max_tokens: int | None, is_interrupted: Callable[[], bool]
     ) -> Iterator[Batch]:
         """Yield the batches over which a split's loss is measured, sharded over the devices."""
-        strategy, size = self.trainer.strategy, self.validation_batch_size
+        strategy = self.trainer.strategy
+        size = strategy.data_parallel_size * self.trainer.split.micro_batch_size
         with checks.blame_own_classes(self.experiment.data, split.validation_rows):
             windows = validation_batches(
                 split,
