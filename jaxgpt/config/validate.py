@@ -80,7 +80,7 @@ def check_fields(config: Any) -> None:
     if "__dataclass_fields__" not in vars(cls) and (lost := list(inspect.get_annotations(cls))):
         decorate = "decorate it with @dataclasses.dataclass(frozen=True, kw_only=True)"
         raise UserError(f"{cls.__name__}: {', '.join(lost)} would be no fields of the configuration: {decorate}")
-    for name, hint in field_hints(type(config)).items():
+    for name, hint in field_hints(cls).items():
         object.__setattr__(config, name, check_value(name, getattr(config, name), hint))
 
 

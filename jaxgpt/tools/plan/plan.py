@@ -120,12 +120,9 @@ def make_plan(
                 said = str(e).partition("\n")[0]
                 if "cuDNN" not in said and "head dim must be" not in said:
                     raise
-                remedy = f"take --train.attention xla, or install cuDNN with {INSTALL}"
-                raise UserError(f"JAX cannot lower cuDNN's attention here ({said}): {remedy}") from None
-    raise UserError(
-        f"{experiment.name} does not fit on {len(devices)} x {devices[0].device_kind}, whatever the micro-batch, "
-        "remat and fsdp: use more devices or a smaller model"
-    )
+                raise UserError(f"no cuDNN attention here ({said}): take --train.attention xla, or {INSTALL}") from None
+    used = f"{len(devices)} x {devices[0].device_kind}, whatever the micro-batch, remat and fsdp"
+    raise UserError(f"{experiment.name} does not fit on {used}: use more devices or a smaller model")
 
 
 def iter_variants(experiment: Experiment, devices: int, slices: int = 1) -> Iterator[Experiment]:

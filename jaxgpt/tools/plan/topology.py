@@ -83,7 +83,7 @@ def tpu_devices(topology: str) -> list[jax.Device]:
         found = topologies.get_topology_desc(platform="tpu", topology_name=name, num_slices=slices, **options)
     except jax.errors.JaxRuntimeError as e:  # of a shape, or because libtpu allows one process at a time
         said = str(e).partition("\n")[0]
-        remedy = "a process that uses no TPU may set ALLOW_MULTIPLE_LIBTPU_LOAD=1 beside others"
+        remedy = "ALLOW_MULTIPLE_LIBTPU_LOAD=1 lets several processes load it"
         raise UserError(f"libtpu does not describe {name} ({said}): {remedy}") from None
     return list(found.devices)
 
