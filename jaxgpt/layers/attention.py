@@ -75,9 +75,9 @@ class Attention(nn.Module):
             segments_BT: int32, the document of each token: it attends to no other. None means one document per row.
             train: apply dropout, with `rngs={"dropout": key}`.
         """
-        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, positions_BT)
-        documents = {"positions_BT": positions_BT, "segments_BT": segments_BT}
-        return self.merge_heads(self.attend(q_BTNH, k_BTKH, v_BTKH, **documents, train=train), train)
+        heads = self.project(x_BTD, positions_BT)
+        out_BTNH = self.attend(*heads, positions_BT=positions_BT, segments_BT=segments_BT, train=train)
+        return self.merge_heads(out_BTNH, train)
 
     @property
     def scores(self) -> Scores:
