@@ -5,14 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
-
-from jaxgpt.errors import UserError
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("max_new_tokens", "temperature", "top_k", "block_size"))
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("max_new_tokens", "temperature", "top_k"))
 def generate(
-    model: nn.Module,
+    model: Any,
     params: dict,
     prompts_BT: jax.Array,
     key: jax.Array,
@@ -20,29 +17,26 @@ def generate(
     max_new_tokens: int,
     temperature: float = 1.0,
     top_k: int | None = None,
-    block_size: int | None = None,
 ) -> jax.Array:
-    """Continue prompts of one length: int32, [B, T + max_new_tokens]. Each token reads the last block_size tokens again.
+    """Continue prompts of one length: int32, [B, T + max_new_tokens].
+
+    Each token reads the last `model.config.block_size` tokens again.
 
     Args:
-        model: a `GPT`, or any other module tokens_BT -> logits_BTV.
+        model: a `GPT`, or another module tokens_BT -> logits_BTV whose `config` has a `block_size`.
         prompts_BT: int32, at least one token per row.
         key: the key of all draws.
         max_new_tokens: tokens to add.
         temperature: what logits are divided by. 0 takes the most probable token.
         top_k: draw from this many most probable tokens. None means from all.
-        block_size: the most tokens that the model reads. None means its `config.block_size`, else `UserError`.
     """
     B, T = prompts_BT.shape
-    most = block_size or getattr(getattr(model, "config", None), "block_size", None)
-    if most is None:
-        raise UserError(f"{type(model).__name__} has no config.block_size: give block_size, the most tokens it reads")
-    window = min(T + max_new_tokens, most)
+    window = min(T + max_new_tokens, model.config.block_size)
 
     def add_token(t: jax.Array, tokens_BX: jax.Array) -> jax.Array:
         start = jnp.maximum(t - window, 0)  # the tokens after t are zeros, which no earlier one attends to
         read_BT = jax.lax.dynamic_slice_in_dim(tokens_BX, start, window, axis=1)
-        logits_BTV: Any = model.apply({"params": params}, read_BT)
+        logits_BTV = model.apply({"params": params}, read_BT)
         logits_BV = jax.lax.dynamic_index_in_dim(logits_BTV, t - 1 - start, axis=1, keepdims=False)
         if top_k is not None:
             kth_B1 = jax.lax.top_k(logits_BV, top_k)[0][:, -1:]
