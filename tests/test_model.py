@@ -233,11 +233,10 @@ def test_initialisation_is_gpt2s():
         assert float(np.std(block[branch]["c_proj"]["kernel"])) == pytest.approx(0.02 / math.sqrt(16), rel=0.05)
 
 
-@pytest.mark.parametrize(("size", "millions"), [("1558M", 1557.61)])
-def test_gpt2_sizes_by_shape(size, millions):
-    """The published parameter counts, without allocating one; layers that are scanned are traced once."""
-    params = GPT(dataclasses.replace(gpt2(size), scan_layers=True)).shapes()
-    assert count_parameters(params) / 1e6 == pytest.approx(millions, abs=0.01)
+def test_the_largest_gpt2_has_its_size():
+    """The published parameter count, without allocating one; layers that are scanned are traced once."""
+    params = GPT(dataclasses.replace(gpt2("1558M"), scan_layers=True)).shapes()
+    assert count_parameters(params) / 1e6 == pytest.approx(1557.61, abs=0.01)
 
 
 FLOPS = GPTConfig(vocab_size=100, block_size=32, n_layer=3, n_head=4, n_embd=8, position="none")
