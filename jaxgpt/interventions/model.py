@@ -105,8 +105,7 @@ def check_place(config: GPTConfig, name: str) -> None:
     known = place_shapes(config)
     if name not in known:
         places = dict.fromkeys(known_name.rpartition("/")[2] for known_name in known)
-        last = config.n_layer - 1
-        raise UserError(f"{name!r}: give the form h_0/PLACE, to h_{last}, with one of {', '.join(places)}")
+        raise UserError(f"{name!r}: give h_0/PLACE, to h_{config.n_layer - 1}, with one of {', '.join(places)}")
 
 
 def edit_arrays(config: GPTConfig, *sets: Sequence[Edit]) -> EditArrays:

@@ -119,8 +119,8 @@ def test_the_lens_ends_in_the_models_logits(name):
 
 def test_what_an_analysis_refuses_is_one_clear_line():
     for call, args, how, words in (
-        (ablate_all, [ROWS], {"by": "median"}, "by='median': needs zero or mean"),
-        (patch, [INTO, SOURCE, "head", difference], {}, "'h_0/head': give the form h_0/PLACE"),
+        (ablate_all, [ROWS], {"by": "median"}, "by='median': needs one of zero, mean"),
+        (patch, [INTO, SOURCE, "head", difference], {}, "'h_0/head': give h_0/PLACE"),
         (patch, [INTO, SOURCE + 23, "heads", difference], {}, "the model knows 0 to 22"),
     ):
         model, params = make(CONFIGS["gpt2"])
