@@ -220,9 +220,6 @@ def _shard_params(mesh: Mesh, params: Params | None, config: GPTConfig) -> Any:
         spec = find_spec(names, x.ndim, config)
         if spec is None or not _divides(mesh, spec, x.shape):
             spec = P(*config.shard_parameter(names, x.shape, fsdp=mesh.shape["fsdp"]))
-            if not _divides(mesh, spec, x.shape):
-                said = f"shard_parameter says {tuple(spec)} of {'/'.join(names)}"
-                raise UserError(f"{said}: {x.shape} does not divide over {dict(mesh.shape)}")
         return NamedSharding(mesh, spec)
 
     return jax.tree.map_with_path(shard, params)

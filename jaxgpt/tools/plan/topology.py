@@ -49,11 +49,10 @@ def gpu_devices(topology: str) -> list[jax.Device]:
     if match is None or match[1] not in TARGETS:
         raise UserError(f"topology {topology!r}: needs {GPUS}")
     plugins = ("jax-cuda13-plugin", "jax-cuda12-plugin")
-    versions = {d.name: d.version for name in plugins for d in importlib.metadata.distributions(name=name)}
+    versions = [d.version for name in plugins for d in importlib.metadata.distributions(name=name)]
     jaxlib = importlib.metadata.version("jaxlib")
-    if jaxlib not in versions.values():
-        found = ", ".join(f"{name} {version}" for name, version in versions.items()) or "none"
-        raise UserError(f"a GPU topology needs JAX's CUDA plugin of version {jaxlib}, found {found}: {INSTALL}")
+    if jaxlib not in versions:
+        raise UserError(f"a GPU topology needs JAX's CUDA plugin of version {jaxlib}, as jaxlib is: {INSTALL}")
     skip_cuda_check()
     gpu_memory_share()  # JAX would log a traceback of what is wrong with it
     shape = f"1x{match[2] or 1}x{match[3]}"  # slices x hosts x GPUs
