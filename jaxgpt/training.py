@@ -545,10 +545,10 @@ def introduction(training: Training, start: int) -> Iterator[str]:
         yield f"starting from {train.init_from}, with a context of {context:,} tokens"
         if context < whole:
             yield f"the weights' context of {whole} tokens is cut to {context}: --model.block-size {whole} keeps it"
-    parts, micro = strategy.data_parallel_size, split.grad_accum_steps
-    if parts * micro > 1:
-        each = f"{micro} micro-batch{'es' * (micro > 1)} of {split.micro_batch_size}"
-        yield f"{strategy.name}: {rows} sequences per step are {parts} parts of {each}"
+    parts = strategy.data_parallel_size
+    if parts * split.grad_accum_steps > 1:
+        micro = split.micro_batch_size
+        yield f"{strategy.name}: {rows} sequences per step are {parts} parts, in micro-batches of {micro}"
     tokens = f"{len(dataset.train):,} training and {len(dataset.val):,} validation tokens"
     size = f"vocabulary {experiment.model.vocab_size}; {rows * context:,} tokens per step"
     yield f"{tokens}, {size}; run in {name_of(training.directory)}"
