@@ -152,14 +152,7 @@ def gradient(attention_fn, remat: str, dtype=jnp.float32, **hardware):
     ).jaxpr
 
 
-@pytest.mark.parametrize(
-    ("attention", "meshed"),
-    [
-        ("plain", False),
-        ("xla", True),
-        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("plain", True), ("xla", False))),
-    ],
-)
+@pytest.mark.parametrize(("attention", "meshed"), [("plain", False), ("xla", True)])
 def test_remat_of_all_but_dots_keeps_what_attention_made(attention, meshed):
     """Of its six products a layer one is run anew, the scores', for weights that nothing keeps; with "full" both."""
     attention_fn, hardware = find_kernel(attention), {}

@@ -117,7 +117,6 @@ def test_a_wrong_edit_is_one_clear_line(model_params):
     model, params = model_params
     for edits, words in (
         ([zero("head", 0)], "'h_0/head': give h_0/PLACE, to h_1, with one of embedding, queries"),
-        ([zero("heads", 2)], "'h_2/heads': give h_0/PLACE, to h_1"),
         ([zero("embedding", 0)], "'h_0/embedding': give h_0/PLACE"),
         ([zero("units", 0, index=[1.5])], r"h_0/units, index=\[1.5\]: needs integers from 0 to 63"),
         ([zero("mlp", 0, positions=[16])], r"h_0/mlp, positions=\[16\]: needs integers from 0 to 15"),

@@ -156,7 +156,6 @@ def in_chunks(n):
 @pytest.mark.parametrize(
     ("call", "how", "message"),
     [
-        (arrange, dict(data=3), r"data=3 x fsdp=1 x tensor=1 does not make the 8 devices"),
         (arrange, dict(fsdp=4, slices=4), "slices=4 does not divide parallel.data=2"),
         (choose, dict(strategy="single", slices=2), "slices need --parallel.strategy mesh, not single"),
         (choose, dict(fsdp=2), "need --parallel.strategy mesh, not auto"),
@@ -184,7 +183,7 @@ def test_auto_takes_one_device_whatever_mesh_is_recorded():
 
 @pytest.mark.parametrize(
     ("batch", "shards", "micro", "expected"),
-    [(480, 1, 12, (12, 40)), (480, 8, 12, (12, 5)), (480, 16, 12, (10, 3)), (480, 8, None, (60, 1)), (8, 8, 4, (1, 1))],
+    [(480, 8, 12, (12, 5)), (480, 16, 12, (10, 3)), (480, 8, None, (60, 1)), (8, 8, 4, (1, 1))],
 )
 def test_accumulation_follows_from_the_batch_and_the_devices(batch, shards, micro, expected):
     found = split_batch(batch, shards, ParallelConfig(micro_batch_size=micro))
