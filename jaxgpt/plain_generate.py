@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("max_new_tokens", "temperature", "top_k"))
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("max_new_tokens", "temperature", "top_k", "block_size"))
 def generate(
     model: Any,
     params: dict,
@@ -17,21 +17,21 @@ def generate(
     max_new_tokens: int,
     temperature: float = 1.0,
     top_k: int | None = None,
+    block_size: int | None = None,
 ) -> jax.Array:
-    """Continue prompts of one length: int32, [B, T + max_new_tokens].
-
-    Each token reads the last `model.config.block_size` tokens again.
+    """Continue prompts of one length: int32, [B, T + max_new_tokens]. Each token reads the last block_size tokens again.
 
     Args:
-        model: a `GPT`, or another module tokens_BT -> logits_BTV whose `config` has a `block_size`.
+        model: a `GPT`, or any other module tokens_BT -> logits_BTV.
         prompts_BT: int32, at least one token per row.
         key: the key of all draws.
         max_new_tokens: tokens to add.
         temperature: what logits are divided by. 0 takes the most probable token.
         top_k: draw from this many most probable tokens. None means from all.
+        block_size: the most tokens that the model reads. None means `model.config.block_size`, which other modules lack.
     """
     B, T = prompts_BT.shape
-    window = min(T + max_new_tokens, model.config.block_size)
+    window = min(T + max_new_tokens, block_size or model.config.block_size)
 
     def add_token(t: jax.Array, tokens_BX: jax.Array) -> jax.Array:
         start = jnp.maximum(t - window, 0)  # the tokens after t are zeros, which no earlier one attends to
