@@ -505,12 +505,13 @@ def open_directory(
     if recorded is None:
         if is_run(directory):
             raise UserError(f"another process has just started {directory}: to resume it, run this again")
-        dataset, weights, model = training.dataset, None, training.experiment.model
+        dataset, model, origin = training.dataset, training.experiment.model, None
         if training.weights is not None:
             from jaxgpt.hf.source import keep_companions
 
             weights = training.weights()
             keep_companions(weights.directory, directory)
+            origin = weights.describe(model)
         write_metadata(
             directory,
             training.given,
@@ -518,7 +519,7 @@ def open_directory(
             data=dataset.fingerprint,
             vocab_size=model.vocab_size,
             tokenizer_config=dataset.tokenizer_config,
-            origin=None if weights is None else weights.describe(model),
+            origin=origin,
         )
     step = training.checkpoints.rewind()
     rewind_metrics(directory / "metrics.jsonl", step)

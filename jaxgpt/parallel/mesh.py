@@ -220,6 +220,8 @@ def _shard_params(mesh: Mesh, params: Params | None, config: GPTConfig) -> Any:
         spec = find_spec(names, x.ndim, config)
         if spec is None or not _divides(mesh, spec, x.shape):
             spec = P(*config.shard_parameter(names, x.shape, fsdp=mesh.shape["fsdp"]))
+            if not _divides(mesh, spec, x.shape):
+                raise UserError(f"shard_parameter: {tuple(spec)} does not divide {'/'.join(names)}, {x.shape}")
         return NamedSharding(mesh, spec)
 
     return jax.tree.map_with_path(shard, params)
