@@ -10,21 +10,16 @@ import itertools
 import textwrap
 import types
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_origin
 
-from jaxgpt.config.validate import check_value
+from jaxgpt.config.validate import alternatives, check_value
 
 T = TypeVar("T")
 
 
 def plain_types(hint: Any) -> list[Any]:
     """Return the types that an annotation allows, without bounds: a `Literal` counts as the text that it is."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return plain_types(arguments[0])
-    if origin in (Union, types.UnionType):
-        return [kind for h in arguments for kind in plain_types(h)]
-    return [str if origin is Literal else origin or hint]
+    return [str if get_origin(each) is Literal else get_origin(each) or each for each in alternatives(hint)]
 
 
 def parse_value(name: str, word: str, hint: Any) -> Any:
