@@ -79,7 +79,7 @@ class PromptFormat:
         template = find_template(self.tokenizer, self.metadata.directory, is_own=known is not None)
         if known is not None and known != template_fingerprint(template):
             directory = self.metadata.directory
-            raise UserError(f"{directory}: tokenizer_config.json has not the chat template of training: put that back")
+            raise UserError(f"the chat template in {directory} is not training's: put back its tokenizer_config.json")
         return template
 
     def encode(self, prompts: Sequence[str], chat: bool) -> list[list[int]]:

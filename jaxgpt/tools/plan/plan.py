@@ -98,7 +98,7 @@ def make_plan(
     given = replace_fields(experiment, {"model.vocab_size": vocab_size})
     for variant in iter_variants(given, len(devices), count_slices(devices)):
         p, micro = variant.parallel, variant.parallel.micro_batch_size
-        tried = f"remat {variant.model.remat}, {p.strategy}" + (f" with fsdp={p.fsdp}" if p.fsdp > 1 else "")
+        tried = f"remat {variant.model.remat}, {p.strategy}, fsdp={p.fsdp}"
         while micro != 0:
             smaller = replace_fields(variant, {"parallel.micro_batch_size": micro})
             try:
