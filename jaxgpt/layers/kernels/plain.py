@@ -107,10 +107,10 @@ def attention_weights(
     scores_MQS = cap_scores(scores_MQS * scale, scores.softcap)
     if visible_BNTS.shape[1] > 1:
         visible_MQS = jnp.broadcast_to(visible_BNTS, (B, N, T, S)).reshape(scores_MQS.shape)
-    elif len(visible_BNTS) > 1:
-        visible_MQS = jnp.repeat(jnp.tile(visible_BNTS[:, 0], (1, G, 1)), K, axis=0)
     else:
         visible_MQS = jnp.tile(visible_BNTS[:, 0], (1, G, 1))
+        if len(visible_BNTS) > 1:
+            visible_MQS = jnp.repeat(visible_MQS, K, axis=0)
     # finfo.min, not -inf: a row of -inf would give 0/0. Its softmax is an exact zero too.
     scores_MQS = jnp.where(visible_MQS, scores_MQS, jnp.finfo(jnp.float32).min)
     weights_MQS = jax.nn.softmax(scores_MQS, axis=-1)

@@ -76,12 +76,13 @@ def read_collectives(text: str) -> tuple[Collective, ...]:
             kind = "reduce-scatter" if "all-reduce-scatter" in name else kind
             # It splits a collective over several fusions, to overlap it with compute. They share the channel.
             channel = launchers.get(name), *re.findall(r"channel_id=\d+", x.rest)
+            key = (x.op == "send", kind, devices)
             if channel not in channels:
-                counts[x.op == "send", kind, devices] += times[name]
-                sizes[x.op == "send", kind, devices] += times[name] * full
+                counts[key] += times[name]
+                sizes[key] += times[name] * full
             if name in launchers and len(channel) == 2:
                 channels.add(channel)
-    return tuple(Collective(*key, counts[key], sizes[key]) for key in sorted(counts))
+    return tuple(Collective(*found, counts[found], sizes[found]) for found in sorted(counts))
 
 
 def _trip_count(loop: Instruction, body: Body, bodies: dict[str, Body]) -> int:

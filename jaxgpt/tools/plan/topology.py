@@ -108,7 +108,7 @@ def parse_slice(topology: str) -> tuple[int, str, str]:
         # (cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e)
         shapes: list[tuple[int, ...]] = [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
         if family in WITH_CORES:
-            sides = range(4, min(int(chips) // 16, MOST_CHIPS // 16) + 1, 4)
+            sides = range(4, min(int(chips), MOST_CHIPS) // 16 + 1, 4)
             shapes = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), *itertools.combinations_with_replacement(sides, 3)]
         as_many = [sides for sides in shapes if math.prod(sides) == chips]
         if not as_many:
