@@ -418,6 +418,7 @@ def open_training(
     checkpoints = Checkpoints(directory / "checkpoints", train.keep_last, train.keep_every)
     resolved, weights = resolve_init_from(experiment, recorded)
     data_class = type(resolved.data).__name__
+    is_own = any(own_classes(resolved.data))
     with checks.blame_own_classes(resolved.data, resolved.data.open_dataset):
         if recorded is None:
             dataset = resolved.data.open_dataset(resolved.model)
@@ -426,7 +427,7 @@ def open_training(
         needs = "its fingerprint needs tokenizer_sha256=fingerprint(tokenizer) of data.tokenizer"
         if not isinstance(dataset, Dataset):
             raise TypeError(f"it returns a {type(dataset).__name__}, and must return a Dataset of jaxgpt.data.pipeline")
-        if any(own_classes(resolved.data)) and "tokenizer_sha256" not in dataset.fingerprint:
+        if is_own and "tokenizer_sha256" not in dataset.fingerprint:
             raise UserError(f"{data_class}.open_dataset: {needs}")
     if dataset.roll_out is not None and multihost.is_multiprocess():
         raise UserError(f"{data_class} draws its rows from the model, in one process: start only one")
@@ -446,7 +447,7 @@ def open_training(
         checkpoints=checkpoints,
     )
     if recorded is None:
-        if any(own_classes(resolved.data)) and dataset.roll_out is None:
+        if is_own and dataset.roll_out is None:
             checks.check_rows(resolved, dataset)
         check_first_step(training)
         if resolved.model.is_foreign:

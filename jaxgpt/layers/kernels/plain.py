@@ -78,9 +78,10 @@ def find_visible(
     T: int, S: int, window: int | None, *, segments_BT: jax.Array | None = None, causal: bool = True
 ) -> jax.Array:
     """Return whether each query may attend to each key, visible_B1TS. B is 1 without segments."""
-    visible_TS = jnp.tril(jnp.ones((T, S), bool)) if causal else jnp.ones((T, S), bool)
+    all_TS = jnp.ones((T, S), bool)
+    visible_TS = jnp.tril(all_TS) if causal else all_TS
     if window is not None:
-        visible_TS = visible_TS & jnp.triu(jnp.ones((T, S), bool), 1 - window)
+        visible_TS = visible_TS & jnp.triu(all_TS, 1 - window)
     if segments_BT is None:
         return visible_TS[None, None]
     return visible_TS[None, None] & (segments_BT[:, None, :, None] == segments_BT[:, None, None, :])
