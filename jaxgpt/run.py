@@ -275,7 +275,7 @@ def _choose_steps(checkpoints: Checkpoints, directory: Path, which: str | int, a
             raise UserError(f"which={which}: {directory} has no good checkpoint of that step, but {has}")
     else:
         step = checkpoints.latest_valid(which if average is None else "last")
-    steps: list[int] = []
+    steps = []
     while step is not None:
         steps.append(step)
         if len(steps) == (average or 1):

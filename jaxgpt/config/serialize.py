@@ -128,7 +128,7 @@ def differences(a: Any, b: Any, where: str = "") -> dict[str, tuple[Any, Any]]:
     """Return the fields in which two configurations differ: `{"model.n_layer": (4, 6)}`."""
     if class_name(type(a)) != class_name(type(b)):  # by name: a file that is run twice defines two classes
         return {f"{where}class": (type(a).__name__, type(b).__name__)}
-    found: dict[str, tuple[Any, Any]] = {}
+    found = {}
     for field in dataclasses.fields(a):
         x, y = getattr(a, field.name), getattr(b, field.name)
         if dataclasses.is_dataclass(x):

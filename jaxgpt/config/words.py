@@ -51,7 +51,7 @@ def _parse_number(word: str, kinds: list[Any]) -> int | float | str:
 
 def replace_fields(config: T, values: dict[str, Any]) -> T:
     """Return a configuration with the values of some fields, and of fields in them: {"name": "x", "model.n_layer": 3}."""
-    parts: dict[str, dict[str, Any]] = {}
+    parts = {}
     for path, value in values.items():
         field, _, inner = path.partition(".")
         parts.setdefault(field, {})[inner] = value
@@ -64,7 +64,7 @@ def replace_fields(config: T, values: dict[str, Any]) -> T:
 
 def field_comments(cls: type) -> dict[str, str]:
     """Return what is said of each field of a class: beside or above it, or of the field in the line before."""
-    found: dict[str, str] = {}
+    found = {}
     for base in reversed(cls.__mro__):
         if not inspect.get_annotations(base):
             continue

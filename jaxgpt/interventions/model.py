@@ -132,10 +132,10 @@ def edit_arrays(config: GPTConfig, *sets: Sequence[Edit]) -> EditArrays:
         rows = 1 if positions is None else positions.max() + 2
         sizes[name] = np.maximum(sizes.get(name, 0), (rows, *shape))
         checked.append((number, edit, name, term, positions, np.arange(shape[0]) if index is None else index))
-    found: EditArrays = {
-        name: {"keep": np.ones((len(sets), *size), np.float32), "add": np.zeros((len(sets), *size), np.float32)}
-        for name, size in sizes.items()
-    }
+    found = {}
+    for name, size in sizes.items():
+        shape = (len(sets), *size)
+        found[name] = {"keep": np.ones(shape, np.float32), "add": np.zeros(shape, np.float32)}
     for number, edit, name, term, positions, index in checked:
         keep, added = found[name]["keep"], found[name]["add"]
         at = np.ix_([number], np.arange(keep.shape[1]) if positions is None else positions, index)
@@ -164,7 +164,7 @@ AT_ONCE = 16  # sets of edits in one batch
 
 # The places of what is called: a block's `attn` and `mlp`, whatever they are, and (module, method).
 BRANCHES = {("attn",): "attention", ("mlp",): "mlp"}
-RESULTS: dict[tuple[type[nn.Module], str], str] = {
+RESULTS = {
     (GPT, "embed"): EMBEDDING,
     (MLP, "units"): "units",
     (Block, "middle"): "middle",

@@ -55,9 +55,9 @@ def read_collectives(text: str) -> tuple[Collective, ...]:
 
     sides = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0])
     all_devices = math.prod(map(int, sides))
-    counts, sizes = Counter[tuple[bool, str, int]](), Counter[tuple[bool, str, int]]()
+    counts, sizes = Counter[tuple[bool, str, int]](), Counter()
     channels = set()
-    launchers: dict[str, str] = {}  # the computation that launches the fusion around each fused one
+    launchers = {}  # the computation that launches the fusion around each fused one
     for name, body in reversed(bodies.items()):  # a computation follows those that it calls
         for x in body.values():
             if x.op.endswith(("-done", "-update")):  # its start has been counted
