@@ -248,12 +248,19 @@ def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int |
     options = compute_options(metadata.model, experiment.train, is_packed=experiment.data.is_packed, required=False)
     model = metadata.model.make_model(Compute(options.dtype, options.attention_fn))
     like = with_shardings(model.shapes(), whole_everywhere())
-    checkpoints = open_checkpoints(metadata.directory)
-    steps = _choose_steps(checkpoints, metadata.directory, which, average)
-    params = restore_merged_params(metadata, checkpoints, steps[0], like)
-    for count, step in enumerate(steps[1:], start=2):
-        more = restore_merged_params(metadata, checkpoints, step, like)
-        params = jax.tree.map(lambda m, x, n=count: m + (x - m) / n, params, more)
+    while True:
+        params = None
+        checkpoints = open_checkpoints(metadata.directory)
+        steps = _choose_steps(checkpoints, metadata.directory, which, average)
+        val_loss = checkpoints.val_loss(steps[0]) if len(steps) == 1 else None
+        try:
+            for count, step in enumerate(steps, start=1):
+                more = restore_merged_params(metadata, checkpoints, step, like)
+                params = more if params is None else jax.tree.map(lambda m, x, n=count: m + (x - m) / n, params, more)
+            break
+        except Exception:
+            if set(steps) <= set(checkpoints.steps()):
+                raise  # otherwise a process that trains has removed one: choose again
     return Run(
         directory=metadata.directory,
         metadata=metadata,
@@ -262,7 +269,7 @@ def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int |
         params=one_copy(params),
         tokenizer=tokenizer,
         step=steps[0],
-        val_loss=checkpoints.val_loss(steps[0]) if len(steps) == 1 else None,
+        val_loss=val_loss,
     )
 
 
