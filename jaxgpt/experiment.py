@@ -88,13 +88,12 @@ class ParallelConfig(Checked):
         super().__post_init__()
         sizes = (self.data, self.fsdp, self.tensor)
         if 0 in sizes or sizes.count(-1) > 1:
-            given = f"data={self.data}, fsdp={self.fsdp}, tensor={self.tensor}"
-            raise UserError(f"{given}: needs counts of devices, at most one of them -1 (the rest)")
-        given = (self.coordinator is not None, self.processes is not None, self.process_id is not None)
-        if any(given) and not all(given):
-            named = f"coordinator={self.coordinator}, processes={self.processes}, process_id={self.process_id}"
-            raise UserError(f"{named}: give all three, or none where the cluster provides them")
-        if self.processes is not None and self.process_id is not None and self.process_id >= self.processes:
+            raise UserError(f"data, fsdp, tensor = {sizes}: need counts of devices, at most one of them -1 (the rest)")
+        given = (self.coordinator, self.processes, self.process_id)
+        if 0 < given.count(None) < len(given):
+            needs = "give all three, or none where the cluster provides them"
+            raise UserError(f"coordinator, processes, process_id = {given}: {needs}")
+        if (self.process_id or 0) >= (self.processes or 1):
             raise UserError(f"process_id={self.process_id}: needs less than processes={self.processes}")
 
 
@@ -119,8 +118,7 @@ class Experiment(Checked):
         if not self.name.replace("-", "").replace("_", "").isalnum() or len(self.name.encode()) > 200:
             raise UserError(f"name={short(self.name)}: needs letters, digits, '-' and '_' only, at most 200 bytes")
         if self.lora.rank is not None and self.train.init_from is None:
-            weights = "weights that are there: name them with --train.init-from"
-            raise UserError(f"lora.rank={self.lora.rank} trains adapters of {weights}")
+            raise UserError("lora.rank trains adapters of weights that are there: name them with --train.init-from")
         chunk, context = self.parallel.loss_chunk, self.model.block_size
         if chunk is not None and chunk < context and context % chunk:
             raise UserError(f"parallel.loss_chunk={chunk} does not divide model.block_size={context}: take a divisor")

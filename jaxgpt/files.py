@@ -155,8 +155,7 @@ def make_cache(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
     except (OSError, ValueError) as e:
-        remedy = "Set JAXGPT_CACHE to another directory."
-        raise UserError(f"cannot write into the cache {directory}: {reason_of(e)}. {remedy}") from e
+        raise UserError(f"cannot write into the cache {directory}: {reason_of(e)}. Set JAXGPT_CACHE to another") from e
 
 
 def new_file(path: str, *, force: bool) -> Path:

@@ -124,12 +124,13 @@ def freeze(config: LoraConfig, params: dict) -> dict:
         return params
     flat = _flat(params)
     for path in _kernels(flat):
+        scale = (*path[:-1], SCALE)
         if config.frozen == "bfloat16":
             flat[path] = flat[path].astype(jnp.bfloat16)
         elif config.frozen == "int4":
-            flat[path], flat[*path[:-1], SCALE] = to_int4(flat[path])
+            flat[path], flat[scale] = to_int4(flat[path])
         else:
-            values_FD, flat[*path[:-1], SCALE] = to_int8(jnp.swapaxes(flat[path], -1, -2))
+            values_FD, flat[scale] = to_int8(jnp.swapaxes(flat[path], -1, -2))
             flat[path] = jnp.swapaxes(values_FD, -1, -2)
     return traverse_util.unflatten_dict(flat)
 
@@ -167,7 +168,7 @@ def init_adapters(config: LoraConfig, key: jax.Array, params: dict) -> dict:
     names = {path[-1] for path in kernels}
     if unknown := sorted({*config.targets} - names):
         raise UserError(f"lora.targets has {', '.join(unknown)}: this model has {', '.join(sorted(names))}")
-    adapters: dict[tuple[str, ...], jax.Array] = {}
+    adapters = {}
     for number, (path, x_DF) in enumerate(sorted(kernels.items())):
         if path[-1] not in config.targets:
             continue

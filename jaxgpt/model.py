@@ -119,16 +119,13 @@ class GPTConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.head_dim is None and self.n_embd % self.n_head:
-            remedy = "take a multiple, or other heads"
-            raise UserError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: {remedy}")
-        if self.n_kv_head is not None and self.n_head % self.n_kv_head:
-            take = f"take n_kv_head from {[k for k in range(1, self.n_head + 1) if self.n_head % k == 0]}"
-            raise UserError(f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}: {take}")
-        head_dim = self.shape.head_dim
-        turned = int(head_dim * self.rope_fraction)
+            raise UserError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: take a multiple")
+        if self.n_head % self.shape.n_kv_head:
+            raise UserError(f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}: take a divisor")
+        turned = int(self.shape.head_dim * self.rope_fraction)
         if self.position == "rope" and (turned % 2 or not turned):
-            part = f"head size {head_dim} (head_dim, or n_embd / n_head), of which rope_fraction={self.rope_fraction}"
-            raise UserError(f"{part} is {turned}: rope turns pairs, so it must be even and not 0")
+            said = f"head size times rope_fraction={self.rope_fraction} is {turned}"
+            raise UserError(f"{said}: rope turns pairs, so it must be even and not 0")
         if self.rope_high_freq_factor <= self.rope_low_freq_factor:
             raise UserError(f"rope_high_freq_factor={self.rope_high_freq_factor}: needs more than rope_low_freq_factor")
         lengths = {len(self.rope_short_factors), len(self.rope_long_factors)}
@@ -141,11 +138,9 @@ class GPTConfig(Checked):
         if self.sliding_window is None and (self.global_every is not None or self.rope_local_theta is not None):
             raise UserError("global_every and rope_local_theta need a window: give sliding_window as well")
         if self.scan_layers and self.global_every is not None:
-            alike = "one compiled block runs all layers, which must be alike; take scan_layers=False"
-            raise UserError(f"scan_layers=True with global_every={self.global_every}: {alike}")
+            raise UserError("global_every: layers are not alike, and one block runs all: take scan_layers=False")
         if self.mup_base_width is not None and (self.norm_position == "post" or self.scale_embeddings):
-            needs = "needs another norm_position than post, and scale_embeddings=False"
-            raise UserError(f"mup_base_width={self.mup_base_width}: {needs}")
+            raise UserError("mup_base_width needs another norm_position than post, and scale_embeddings=False")
         if self.position == "sinusoidal" and self.n_embd % 2:
             raise UserError(f"n_embd={self.n_embd} is odd: sinusoidal positions are pairs, so it must be even")
 

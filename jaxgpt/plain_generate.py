@@ -5,14 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
-
-from jaxgpt.errors import UserError
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("max_new_tokens", "temperature", "top_k", "block_size"))
 def generate(
-    model: nn.Module,
+    model: Any,
     params: dict,
     prompts_BT: jax.Array,
     key: jax.Array,
@@ -31,18 +28,15 @@ def generate(
         max_new_tokens: tokens to add.
         temperature: what logits are divided by. 0 takes the most probable token.
         top_k: draw from this many most probable tokens. None means from all.
-        block_size: the most tokens that the model reads. None means its `config.block_size`, else `UserError`.
+        block_size: the most tokens that the model reads. None means `model.config.block_size`, which other modules lack.
     """
     B, T = prompts_BT.shape
-    most = block_size or getattr(getattr(model, "config", None), "block_size", None)
-    if most is None:
-        raise UserError(f"{type(model).__name__} has no config.block_size: give block_size, the most tokens it reads")
-    window = min(T + max_new_tokens, most)
+    window = min(T + max_new_tokens, block_size or model.config.block_size)
 
     def add_token(t: jax.Array, tokens_BX: jax.Array) -> jax.Array:
         start = jnp.maximum(t - window, 0)  # the tokens after t are zeros, which no earlier one attends to
         read_BT = jax.lax.dynamic_slice_in_dim(tokens_BX, start, window, axis=1)
-        logits_BTV: Any = model.apply({"params": params}, read_BT)
+        logits_BTV = model.apply({"params": params}, read_BT)
         logits_BV = jax.lax.dynamic_index_in_dim(logits_BTV, t - 1 - start, axis=1, keepdims=False)
         if top_k is not None:
             kth_B1 = jax.lax.top_k(logits_BV, top_k)[0][:, -1:]

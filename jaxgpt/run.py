@@ -6,12 +6,12 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import jax
 
 from jaxgpt.config.serialize import suggest
-from jaxgpt.config.validate import check_count, short, to_python
+from jaxgpt.config.validate import PositiveInt, check_count, check_value
 from jaxgpt.data.conversations import encode_messages, find_end_of_turn
 from jaxgpt.data.template import ChatTemplate, find_template
 from jaxgpt.data.template import fingerprint as template_fingerprint
@@ -78,10 +78,8 @@ class PromptFormat:
         known = self.metadata.data.get("template_sha256")
         template = find_template(self.tokenizer, self.metadata.directory, is_own=known is not None)
         if known is not None and known != template_fingerprint(template):
-            file = self.metadata.directory / "tokenizer_config.json"
-            raise UserError(
-                f"the chat template in {file} is not the one that the run was trained with: put back that file"
-            )
+            directory = self.metadata.directory
+            raise UserError(f"the chat template in {directory} is not training's: put back its tokenizer_config.json")
         return template
 
     def encode(self, prompts: Sequence[str], chat: bool) -> list[list[int]]:
@@ -244,9 +242,8 @@ def load(
 
 def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int | None = None) -> Run:
     """Load the run with this metadata: see `load`."""
-    which, average = to_python(which), None if average is None else check_count("average", average)
-    if which not in ("best", "last") and (isinstance(which, bool) or not isinstance(which, int)):
-        raise UserError(f"which={short(which)}: needs best, last or a step")
+    which = check_value("which", which, Literal["best", "last"] | int)
+    average = check_value("average", average, PositiveInt | None)
     experiment, tokenizer = metadata.experiment, load_run_tokenizer(metadata)
     options = compute_options(metadata.model, experiment.train, is_packed=experiment.data.is_packed, required=False)
     model = metadata.model.make_model(Compute(options.dtype, options.attention_fn))
@@ -285,11 +282,11 @@ def _choose_steps(checkpoints: Checkpoints, directory: Path, which: str | int, a
             raise UserError(f"which={which}: {directory} has no good checkpoint of that step, but {has}")
     else:
         step = checkpoints.latest_valid(which if average is None else "last")
-    steps: list[int] = []
+    steps = []
     while step is not None:
         steps.append(step)
         if len(steps) == (average or 1):
             return steps
         step = checkpoints.latest_valid(before=step)
-    has = f"{len(steps)} checkpoints, the last up to step {max(steps, default=0)}"
-    raise UserError(f"average={average}: {directory} has {has}. Give fewer; --train.keep-last keeps more")
+    has = f"{len(steps)} good checkpoints. Give fewer; --train.keep-last keeps more"
+    raise UserError(f"average={average}: {directory} has {has}")

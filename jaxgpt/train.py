@@ -133,7 +133,7 @@ def train_step(
     skipped = (state.params, state.opt_state, state.skipped + 1, state.in_a_row + 1)
     params, opt_state, skips, in_a_row = jax.tree.map(lambda x, y: jnp.where(is_finite, x, y), taken, skipped)
     after = TrainState(state.step + 1, params, opt_state, skips, in_a_row, state.frozen_params)
-    ours: Metrics = {"loss": loss, "grad_norm": norm, "in_a_row": in_a_row}
+    ours = {"loss": loss, "grad_norm": norm, "in_a_row": in_a_row}
     ours["learning_rate"] = rates[0][1] if rates else schedule(state.step - state.skipped)
     if both := metrics.keys() & (RESERVED | ours.keys()):
         raise UserError(f"a metric of the experiment's own is called {min(both)!r}, as one of jaxgpt's: rename it")

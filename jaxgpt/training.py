@@ -60,7 +60,6 @@ from jaxgpt.train import Metrics, Params, TrainState, init_and_dropout_keys, why
 if TYPE_CHECKING:
     from jaxgpt.run import Run
 
-Taken = tuple[int, TrainState, Metrics]  # a step's number, the state after it, its metrics
 ROLLOUT = 2  # makes the key of rollouts from the key of initialisation. Adapters have 1
 
 
@@ -165,9 +164,10 @@ def fit(
             before = measure(state)
             if before is not None:
                 log.say(f"validation loss of these weights, before the first step: {before[0]:.4f}")
+        command = shell_line("jaxgpt", "train", "--run-dir", name_of(directory))
         signal = caught(None)
         if signal is not None:
-            raise Preempted(f"{signal}: step {start} of {config.steps} is saved. {training.how_to_continue}")
+            raise Preempted(f"{signal}: step {start} of {config.steps} is saved. To continue: {command}")
 
         in_flight = InFlight(training, log)
         is_due = False  # whether a checkpoint is to be saved
@@ -205,7 +205,7 @@ def fit(
                     is_due = False
             if signal is not None:
                 checkpoints.wait()
-                raise Preempted(f"{signal}: saved step {step} of {config.steps}. {training.how_to_continue}")
+                raise Preempted(f"{signal}: saved step {step} of {config.steps}. To continue: {command}")
         checkpoints.wait()
     from jaxgpt.run import load_run  # with all that samples, which no step needs
 
@@ -262,11 +262,6 @@ class Training:
     def dropout_key(self) -> jax.Array:
         """Return the dropout key of the run."""
         return self.keys[1]
-
-    @property
-    def how_to_continue(self) -> str:
-        """Return the command that resumes the run, in a sentence."""
-        return f"To continue: {shell_line('jaxgpt', 'train', '--run-dir', name_of(self.directory))}"
 
     def start_compiling(self, start: int) -> StepFn:
         """Compile the step in a thread, in a single process. Return a step that waits for it."""
@@ -331,8 +326,11 @@ class Training:
         key = jax.random.fold_in(jax.random.fold_in(self.keys[0], ROLLOUT), step)
         return self.dataset.roll_out(self.trainer, params, batch, key)
 
-    def take_steps(self, state: TrainState, start: int, stop: int) -> Iterator[Taken]:
-        """Take the steps from `start` + 1 to `stop`. Each donates the state that the last has made."""
+    def take_steps(self, state: TrainState, start: int, stop: int) -> Iterator[tuple[int, TrainState, Metrics]]:
+        """Take the steps from `start` + 1 to `stop`. Each donates the state that the last has made.
+
+        Yields each step's number, the state after it and its metrics.
+        """
         with contextlib.closing(self.batches(start)) as batches:
             for step in range(start + 1, stop + 1):
                 batch, rolled_out = self.shard_batch(step, state, next(batches))
@@ -355,16 +353,12 @@ class Training:
             losses[name], _ = mean_loss(self.trainer.eval_step, params, windows)
         return sum(parts[name][0] * x for name, x in losses.items()), {} if "" in losses else losses
 
-    @property
-    def validation_batch_size(self) -> int:
-        """Return the number of rows in a batch of the validation, over all devices."""
-        return self.trainer.strategy.data_parallel_size * self.trainer.split.micro_batch_size
-
     def _validation_windows(
         self, split: Split, max_tokens: int | None, is_interrupted: Callable[[], bool]
     ) -> Iterator[Batch]:
         """Yield the batches over which a split's loss is measured, sharded over the devices."""
-        strategy, size = self.trainer.strategy, self.validation_batch_size
+        strategy = self.trainer.strategy
+        size = strategy.data_parallel_size * self.trainer.split.micro_batch_size
         with checks.blame_own_classes(self.experiment.data, split.validation_rows):
             windows = validation_batches(
                 split,
@@ -427,6 +421,7 @@ def open_training(
     checkpoints = Checkpoints(directory / "checkpoints", train.keep_last, train.keep_every)
     resolved, weights = resolve_init_from(experiment, recorded)
     data_class = type(resolved.data).__name__
+    is_own = any(own_classes(resolved.data))
     with checks.blame_own_classes(resolved.data, resolved.data.open_dataset):
         if recorded is None:
             dataset = resolved.data.open_dataset(resolved.model)
@@ -435,7 +430,7 @@ def open_training(
         needs = "its fingerprint needs tokenizer_sha256=fingerprint(tokenizer) of data.tokenizer"
         if not isinstance(dataset, Dataset):
             raise TypeError(f"it returns a {type(dataset).__name__}, and must return a Dataset of jaxgpt.data.pipeline")
-        if any(own_classes(resolved.data)) and "tokenizer_sha256" not in dataset.fingerprint:
+        if is_own and "tokenizer_sha256" not in dataset.fingerprint:
             raise UserError(f"{data_class}.open_dataset: {needs}")
     if dataset.roll_out is not None and multihost.is_multiprocess():
         raise UserError(f"{data_class} draws its rows from the model, in one process: start only one")
@@ -455,7 +450,7 @@ def open_training(
         checkpoints=checkpoints,
     )
     if recorded is None:
-        if any(own_classes(resolved.data)) and dataset.roll_out is None:
+        if is_own and dataset.roll_out is None:
             checks.check_rows(resolved, dataset)
         check_first_step(training)
         if resolved.model.is_foreign:
@@ -514,12 +509,13 @@ def open_directory(
     if recorded is None:
         if is_run(directory):
             raise UserError(f"another process has just started {directory}: to resume it, run this again")
-        dataset, weights, model = training.dataset, None, training.experiment.model
+        dataset, model, origin = training.dataset, training.experiment.model, None
         if training.weights is not None:
             from jaxgpt.hf.source import keep_companions
 
             weights = training.weights()
             keep_companions(weights.directory, directory)
+            origin = weights.describe(model)
         write_metadata(
             directory,
             training.given,
@@ -527,7 +523,7 @@ def open_directory(
             data=dataset.fingerprint,
             vocab_size=model.vocab_size,
             tokenizer_config=dataset.tokenizer_config,
-            origin=None if weights is None else weights.describe(model),
+            origin=origin,
         )
     step = training.checkpoints.rewind()
     rewind_metrics(directory / "metrics.jsonl", step)
@@ -554,10 +550,10 @@ def introduction(training: Training, start: int) -> Iterator[str]:
         yield f"starting from {train.init_from}, with a context of {context:,} tokens"
         if context < whole:
             yield f"the weights' context of {whole} tokens is cut to {context}: --model.block-size {whole} keeps it"
-    parts, micro = strategy.data_parallel_size, split.grad_accum_steps
-    if parts * micro > 1:
-        each = f"{micro} micro-batch{'es' * (micro > 1)} of {split.micro_batch_size}"
-        yield f"{strategy.name}: {rows} sequences per step are {parts} parts of {each}"
+    parts = strategy.data_parallel_size
+    if parts * split.grad_accum_steps > 1:
+        micro = split.micro_batch_size
+        yield f"{strategy.name}: {rows} sequences per step are {parts} parts, in micro-batches of {micro}"
     tokens = f"{len(dataset.train):,} training and {len(dataset.val):,} validation tokens"
     size = f"vocabulary {experiment.model.vocab_size}; {rows * context:,} tokens per step"
     yield f"{tokens}, {size}; run in {name_of(training.directory)}"

@@ -152,14 +152,7 @@ def gradient(attention_fn, remat: str, dtype=jnp.float32, **hardware):
     ).jaxpr
 
 
-@pytest.mark.parametrize(
-    ("attention", "meshed"),
-    [
-        ("plain", False),
-        ("xla", True),
-        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("plain", True), ("xla", False))),
-    ],
-)
+@pytest.mark.parametrize(("attention", "meshed"), [("plain", False), ("xla", True)])
 def test_remat_of_all_but_dots_keeps_what_attention_made(attention, meshed):
     """Of its six products a layer one is run anew, the scores', for weights that nothing keeps; with "full" both."""
     attention_fn, hardware = find_kernel(attention), {}
@@ -233,11 +226,10 @@ def test_initialisation_is_gpt2s():
         assert float(np.std(block[branch]["c_proj"]["kernel"])) == pytest.approx(0.02 / math.sqrt(16), rel=0.05)
 
 
-@pytest.mark.parametrize(("size", "millions"), [("1558M", 1557.61)])
-def test_gpt2_sizes_by_shape(size, millions):
-    """The published parameter counts, without allocating one; layers that are scanned are traced once."""
-    params = GPT(dataclasses.replace(gpt2(size), scan_layers=True)).shapes()
-    assert count_parameters(params) / 1e6 == pytest.approx(millions, abs=0.01)
+def test_the_largest_gpt2_has_its_size():
+    """The published parameter count, without allocating one; layers that are scanned are traced once."""
+    params = GPT(dataclasses.replace(gpt2("1558M"), scan_layers=True)).shapes()
+    assert count_parameters(params) / 1e6 == pytest.approx(1557.61, abs=0.01)
 
 
 FLOPS = GPTConfig(vocab_size=100, block_size=32, n_layer=3, n_head=4, n_embd=8, position="none")

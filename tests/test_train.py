@@ -143,10 +143,9 @@ def poisoned(batch):
     return batch._replace(targets_BT=batch.targets_BT.at[1, 2].set(CONFIG.vocab_size))
 
 
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_a_step_that_is_not_finite_is_as_if_it_had_not_been(accumulation):
+def test_a_step_that_is_not_finite_is_as_if_it_had_not_been():
     """Parameters and optimiser bit for bit; only the batches go on, and the learning rate waits."""
-    _, compiled, state = make_step(grad_accum_steps=accumulation)
+    _, compiled, state = make_step(grad_accum_steps=4)
     key, batch = jax.random.key(1), make_batch()
     _, one = run(compiled, state, 3)
     bad, told = compiled(one, poisoned(batch), key)

@@ -46,7 +46,7 @@ def check_json(name: str, value: Any) -> None:
         for each in value:
             check_json(name, each)
     elif not (isinstance(value, str | int | float | None) or dataclasses.is_dataclass(value)):
-        needed = "a number, a text, true or false, None, or a tuple of them. A method may return anything"
+        needed = "a number, a text, true or false, None, or a tuple of them"
         raise UserError(f"{name}={short(value)}: experiment.json needs {needed}")
 
 
@@ -98,27 +98,22 @@ def from_dict(
             raise UserError(f"{where}class={short(name)}: needs the name of a class in the run's own code")
         found: Any = find_class(cls, name)
         cls, values = found, {key: x for key, x in values.items() if key != "class"}
-    hints = field_hints(cls)
-    for key in GONE.keys() & values.keys() - hints.keys():
-        said = f"{where}{key}={short(values[key])}: {GONE[key]}"
-        if values[key] and key == "n_encoder_layer":
-            raise UserError(said)
-        if values[key] and GONE[key]:
-            warnings.warn(said, UserWarning, stacklevel=2)
-    values = {key: x for key, x in values.items() if key in hints or key not in GONE}
-    for key in values:
-        if key not in hints:
-            raise UserError(f"unknown field {where}{str(key)[:80]}{suggest(str(key), hints)}")
+    hints, arguments = field_hints(cls), {}
+    for key, value in values.items():
+        if key in hints and dataclasses.is_dataclass(hints[key]):
+            arguments[key] = from_dict(hints[key], value, f"{where}{key}.", find_class=find_class)
+        elif key in hints:
+            arguments[key] = tuple(value) if isinstance(value, list) else value
+        elif key not in GONE:
+            raise UserError(f"unknown field {where}{key[:80]}{suggest(key, hints)}")
+        elif value and key == "n_encoder_layer":
+            raise UserError(f"{where}{key}={short(value)}: {GONE[key]}")
+        elif value and GONE[key]:
+            warnings.warn(f"{where}{key}={short(value)}: {GONE[key]}", UserWarning, stacklevel=2)
     fields: Any = dataclasses.fields(cls)  # type: ignore[bad-argument-type]
     missing = [f.name for f in fields if f.default is f.default_factory and f.name not in values]
     if missing:
         raise UserError(f"{where or cls.__name__}: missing {', '.join(missing)}")
-    arguments = dict(values)
-    for key, value in values.items():
-        if dataclasses.is_dataclass(hints[key]):
-            arguments[key] = from_dict(hints[key], value, f"{where}{key}.", find_class=find_class)
-        elif isinstance(value, list):
-            arguments[key] = tuple(value)
     return cls(**arguments)
 
 
@@ -133,7 +128,7 @@ def differences(a: Any, b: Any, where: str = "") -> dict[str, tuple[Any, Any]]:
     """Return the fields in which two configurations differ: `{"model.n_layer": (4, 6)}`."""
     if class_name(type(a)) != class_name(type(b)):  # by name: a file that is run twice defines two classes
         return {f"{where}class": (type(a).__name__, type(b).__name__)}
-    found: dict[str, tuple[Any, Any]] = {}
+    found = {}
     for field in dataclasses.fields(a):
         x, y = getattr(a, field.name), getattr(b, field.name)
         if dataclasses.is_dataclass(x):

@@ -80,7 +80,7 @@ def check_fields(config: Any) -> None:
     if "__dataclass_fields__" not in vars(cls) and (lost := list(inspect.get_annotations(cls))):
         decorate = "decorate it with @dataclasses.dataclass(frozen=True, kw_only=True)"
         raise UserError(f"{cls.__name__}: {', '.join(lost)} would be no fields of the configuration: {decorate}")
-    for name, hint in field_hints(type(config)).items():
+    for name, hint in field_hints(cls).items():
         object.__setattr__(config, name, check_value(name, getattr(config, name), hint))
 
 
@@ -88,7 +88,8 @@ def check_value(name: str, value: Any, hint: Any) -> Any:
     """Return a value as Python's. Raise `UserError` unless it has the annotated type, is finite and within bounds."""
     value = to_python(value)
     if not _is_a(value, hint):
-        raise UserError(f"{name}={short(value)}: needs {_describe(hint)}")
+        needed = " or ".join(map(_describe, alternatives(hint)))
+        raise UserError(f"{name}={short(value)}: needs {needed}")
     if isinstance(value, float) and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
         raise UserError(f"{name}={value}: needs 0, or a size from {SMALLEST_FLOAT:g} to {LARGEST_FLOAT:g}")
     if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
@@ -108,14 +109,24 @@ def _check_bounds(name: str, value: float, bounds: Interval) -> None:
             raise UserError(f"{name}={short(value)}: needs {words} {bound:,}")
 
 
-def _is_a(value: Any, hint: Any) -> bool:
+def alternatives(hint: Any) -> list[Any]:
+    """Return the annotations that a union allows, or the only one, without bounds."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return _is_a(value, arguments[0])
+        return alternatives(arguments[0])
+    if origin in (Union, types.UnionType):
+        return [each for part in arguments for each in alternatives(part)]
+    return [hint]
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    return any(_is_one(value, each) for each in alternatives(hint))
+
+
+def _is_one(value: Any, hint: Any) -> bool:
+    origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return isinstance(value, str) and value in arguments
-    if origin in (Union, types.UnionType):
-        return any(_is_a(value, h) for h in arguments)
     if origin is tuple and isinstance(value, tuple):
         hints = arguments[:1] * len(value) if arguments[-1] is ... else arguments
         return len(value) == len(hints) and all(map(_is_a, value, hints))
@@ -125,12 +136,8 @@ def _is_a(value: Any, hint: Any) -> bool:
 
 
 def _describe(hint: Any) -> str:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return _describe(arguments[0])
-    if origin is Literal:
-        return "one of " + ", ".join(arguments)
-    if origin in (Union, types.UnionType):
-        return " or ".join(_describe(h) for h in arguments)
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(get_args(hint))
+    kind = get_origin(hint) or hint
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", tuple: "a list"}
-    return names.get(origin or hint, "nothing (None)" if hint is type(None) else getattr(hint, "__name__", str(hint)))
+    return "nothing (None)" if kind is types.NoneType else names.get(kind, getattr(kind, "__name__", str(kind)))

@@ -10,21 +10,16 @@ import itertools
 import textwrap
 import types
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_origin
 
-from jaxgpt.config.validate import check_value
+from jaxgpt.config.validate import alternatives, check_value
 
 T = TypeVar("T")
 
 
 def plain_types(hint: Any) -> list[Any]:
     """Return the types that an annotation allows, without bounds: a `Literal` counts as the text that it is."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return plain_types(arguments[0])
-    if origin in (Union, types.UnionType):
-        return [kind for h in arguments for kind in plain_types(h)]
-    return [str if origin is Literal else origin or hint]
+    return [str if get_origin(each) is Literal else get_origin(each) or each for each in alternatives(hint)]
 
 
 def parse_value(name: str, word: str, hint: Any) -> Any:
@@ -56,7 +51,7 @@ def _parse_number(word: str, kinds: list[Any]) -> int | float | str:
 
 def replace_fields(config: T, values: dict[str, Any]) -> T:
     """Return a configuration with the values of some fields, and of fields in them: {"name": "x", "model.n_layer": 3}."""
-    parts: dict[str, dict[str, Any]] = {}
+    parts = {}
     for path, value in values.items():
         field, _, inner = path.partition(".")
         parts.setdefault(field, {})[inner] = value
@@ -69,7 +64,7 @@ def replace_fields(config: T, values: dict[str, Any]) -> T:
 
 def field_comments(cls: type) -> dict[str, str]:
     """Return what is said of each field of a class: beside or above it, or of the field in the line before."""
-    found: dict[str, str] = {}
+    found = {}
     for base in reversed(cls.__mro__):
         if not inspect.get_annotations(base):
             continue

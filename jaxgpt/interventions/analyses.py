@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
-from jaxgpt.config.validate import short_repr
+from jaxgpt.config.validate import check_value, short_repr
 from jaxgpt.errors import UserError
 from jaxgpt.interventions.model import (
     EDITS,
@@ -56,8 +56,7 @@ def ablate_all(model: GPT, params: Params, tokens_BT: Any, *, by: Literal["zero"
         by: replace the part's output by zero, or by its mean over the positions that predict a target.
     """
     tokens_BT, L, N = np.asarray(tokens_BT), model.config.n_layer, model.config.n_head
-    if by not in ("zero", "mean"):
-        raise UserError(f"by={by!r}: needs zero or mean")
+    check_value("by", by, Literal["zero", "mean"])
     if len(tokens_BT) < 2:
         raise UserError(f"{len(tokens_BT)} row: give at least 2 for an interval")
     means = {}
@@ -108,7 +107,7 @@ def patch(model: GPT, params: Params, into_T: Any, source_T: Any, place: str, me
     L, streams = model.config.n_layer, stream_names(model)
     names = [f"h_{layer}/{place}" for layer in range(L)]
     read = run(model, params, np.stack([into_T, source_T]), read=[*streams, *names]).activations
-    shape = read[names[0]].shape[1:3] if place in BY_HEAD else read[names[0]].shape[1:2]
+    shape = read[names[0]].shape[1 : 3 if place in BY_HEAD else 2]
     patches = np.stack([x.ravel() for x in np.indices(shape)], axis=1)  # (position,) or (position, head)
     size = -(-len(patches) // -(-len(patches) * shape[0] // AT_ONCE))  # batches of equal shapes, hence one program
     found = []

@@ -46,7 +46,7 @@ Indices = int | Sequence[int] | None  # None means all
 EditArrays = dict[str, dict[str, np.ndarray]]  # {"h_0/heads": {"keep": [P + 1, N, H], "add": [P + 1, N, H]}}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Edit:
     """`x = keep * x + add` at one place. Make it by `zero`, `replace`, `scale` or `add`."""
 
@@ -61,7 +61,7 @@ class Edit:
 
 def zero(place: str, layer: int | None = None, *, index: Indices = None, positions: Indices = None) -> Edit:
     """Set activations to zero."""
-    return Edit(place=place, layer=layer, index=index, positions=positions, keep=0.0)
+    return Edit(place, layer, index, positions, keep=0.0)
 
 
 def replace(
@@ -72,19 +72,19 @@ def replace(
     by: broadcast to [selected, ...], e.g. [H] or [N, H] for heads. With an axis for positions in front, it is for the
     positions 0, 1, 2 ..., or for `positions`.
     """
-    return Edit(place=place, layer=layer, index=index, positions=positions, keep=0.0, add=by)
+    return Edit(place, layer, index, positions, keep=0.0, add=by)
 
 
 def scale(place: str, layer: int | None = None, *, by: float, index: Indices = None, positions: Indices = None) -> Edit:
     """Multiply activations."""
-    return Edit(place=place, layer=layer, index=index, positions=positions, keep=by)
+    return Edit(place, layer, index, positions, keep=by)
 
 
 def add(
     place: str, layer: int | None = None, *, vector: ArrayLike, index: Indices = None, positions: Indices = None
 ) -> Edit:
     """Add a direction to activations (steering: Turner et al. 2023, arXiv:2308.10248). vector: as `by` of `replace`."""
-    return Edit(place=place, layer=layer, index=index, positions=positions, add=vector)
+    return Edit(place, layer, index, positions, add=vector)
 
 
 @functools.cache
@@ -105,8 +105,7 @@ def check_place(config: GPTConfig, name: str) -> None:
     known = place_shapes(config)
     if name not in known:
         places = dict.fromkeys(known_name.rpartition("/")[2] for known_name in known)
-        last = config.n_layer - 1
-        raise UserError(f"{name!r}: give the form h_0/PLACE, to h_{last}, with one of {', '.join(places)}")
+        raise UserError(f"{name!r}: give h_0/PLACE, to h_{config.n_layer - 1}, with one of {', '.join(places)}")
 
 
 def edit_arrays(config: GPTConfig, *sets: Sequence[Edit]) -> EditArrays:
@@ -116,9 +115,10 @@ def edit_arrays(config: GPTConfig, *sets: Sequence[Edit]) -> EditArrays:
     Raises `UserError` for what the model does not have.
     """
     sizes, checked = {}, []
-    for number, edit in ((number, edit) for number, edits in enumerate(sets) for edit in edits):
-        has_no_layer, term = edit.place == EMBEDDING and edit.layer is None, np.asarray(edit.add, np.float32)
-        name = EMBEDDING if has_no_layer else f"h_{edit.layer}/{edit.place}"
+    numbered = [(number, edit) for number, edits in enumerate(sets) for edit in edits]
+    for number, edit in numbered:
+        term = np.asarray(edit.add, np.float32)
+        name = edit.place if edit.layer is None else f"h_{edit.layer}/{edit.place}"
         check_place(config, name)
         if not np.isfinite(edit.keep) or not np.isfinite(term).all():
             raise UserError(f"{name}: give finite numbers")
@@ -132,10 +132,10 @@ def edit_arrays(config: GPTConfig, *sets: Sequence[Edit]) -> EditArrays:
         rows = 1 if positions is None else positions.max() + 2
         sizes[name] = np.maximum(sizes.get(name, 0), (rows, *shape))
         checked.append((number, edit, name, term, positions, np.arange(shape[0]) if index is None else index))
-    found: EditArrays = {
-        name: {"keep": np.ones((len(sets), *size), np.float32), "add": np.zeros((len(sets), *size), np.float32)}
-        for name, size in sizes.items()
-    }
+    found = {}
+    for name, size in sizes.items():
+        shape = (len(sets), *size)
+        found[name] = {"keep": np.ones(shape, np.float32), "add": np.zeros(shape, np.float32)}
     for number, edit, name, term, positions, index in checked:
         keep, added = found[name]["keep"], found[name]["add"]
         at = np.ix_([number], np.arange(keep.shape[1]) if positions is None else positions, index)
@@ -162,8 +162,9 @@ def _integers(values: Any, below: int, what: str) -> np.ndarray | None:
 EDITS, ACTIVATIONS = "edits", "activations"  # a part of the parameters, and the collection of what is read
 AT_ONCE = 16  # sets of edits in one batch
 
-# (module, method) -> the place of its result. The places of a block's `attn` and `mlp` hold for any module.
-RESULTS: dict[tuple[type[nn.Module], str], str] = {
+# The places of what is called: a block's `attn` and `mlp`, whatever they are, and (module, method).
+BRANCHES = {("attn",): "attention", ("mlp",): "mlp"}
+RESULTS = {
     (GPT, "embed"): EMBEDDING,
     (MLP, "units"): "units",
     (Block, "middle"): "middle",
@@ -266,8 +267,8 @@ class EditedGPT(GPT):
             if isinstance(module, Attention) and method == "project":
                 q_BTNH, k_BSKH, v_BSKH = out
                 return touch(f"{layer}queries", q_BTNH), touch(f"{layer}keys", k_BSKH), touch(f"{layer}values", v_BSKH)
-            if method == "__call__" and module.path[1:] in (("attn",), ("mlp",)):
-                out = touch(layer + {"attn": "attention", "mlp": "mlp"}[module.path[1]], out)
+            if method == "__call__" and module.path[1:] in BRANCHES:
+                out = touch(layer + BRANCHES[module.path[1:]], out)
             for (kind, of), place in RESULTS.items():
                 if isinstance(module, kind) and method == of:
                     out = touch(layer + place, out)

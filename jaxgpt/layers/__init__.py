@@ -12,24 +12,15 @@ Letters that end the names of arrays and that einsum strings use, in the entire 
 A number for a letter is that size: x_BT1. A lower-case letter is a part of it: x_BtD is a chunk of x_BTD.
 """
 
-from jaxgpt.layers.attention import Attention
-from jaxgpt.layers.block import Block
-from jaxgpt.layers.kernels.plain import plain_attention
-from jaxgpt.layers.mlp import ACTIVATIONS, MLP
-from jaxgpt.layers.norm import LayerNorm, RMSNorm, layer_norm, rms_norm
-from jaxgpt.layers.position import Rope, rope, sinusoidal
-
-__all__ = [
-    "ACTIVATIONS",
-    "MLP",
-    "Attention",
-    "Block",
-    "LayerNorm",
-    "RMSNorm",
-    "Rope",
-    "layer_norm",
-    "plain_attention",
-    "rms_norm",
-    "rope",
-    "sinusoidal",
-]
+from jaxgpt.layers.attention import Attention as Attention
+from jaxgpt.layers.block import Block as Block
+from jaxgpt.layers.kernels.plain import plain_attention as plain_attention
+from jaxgpt.layers.mlp import ACTIVATIONS as ACTIVATIONS
+from jaxgpt.layers.mlp import MLP as MLP
+from jaxgpt.layers.norm import LayerNorm as LayerNorm
+from jaxgpt.layers.norm import RMSNorm as RMSNorm
+from jaxgpt.layers.norm import layer_norm as layer_norm
+from jaxgpt.layers.norm import rms_norm as rms_norm
+from jaxgpt.layers.position import Rope as Rope
+from jaxgpt.layers.position import rope as rope
+from jaxgpt.layers.position import sinusoidal as sinusoidal

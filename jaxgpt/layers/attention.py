@@ -75,9 +75,9 @@ class Attention(nn.Module):
             segments_BT: int32, the document of each token: it attends to no other. None means one document per row.
             train: apply dropout, with `rngs={"dropout": key}`.
         """
-        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, positions_BT)
-        documents = {"positions_BT": positions_BT, "segments_BT": segments_BT}
-        return self.merge_heads(self.attend(q_BTNH, k_BTKH, v_BTKH, **documents, train=train), train)
+        heads = self.project(x_BTD, positions_BT)
+        out_BTNH = self.attend(*heads, positions_BT=positions_BT, segments_BT=segments_BT, train=train)
+        return self.merge_heads(out_BTNH, train)
 
     @property
     def scores(self) -> Scores:
@@ -118,22 +118,15 @@ class Attention(nn.Module):
         """Return the weighted values, out_BTNH. With a cache they are its values, once these tokens are in it."""
         if self.causal and is_decoding(self):
             if self.has_variable("cache", "columns"):
-                return self.attend_to_cache(q_BTNH, k_BSKH, v_BSKH, positions_BT)
+                cache = self.get_variable("cache", "columns").write(k_BSKH, v_BSKH, positions_BT)
+                # Without a barrier XLA on CPU writes each cache three times, once for each reader, into copies.
+                cache = jax.lax.optimization_barrier(cache)
+                self.put_variable("cache", "columns", cache)
+                return cache.attend(q_BTNH, positions_BT, self.scores)
             self.put_variable("cache", "columns", LayerCache.empty(k_BSKH, v_BSKH))
         kernel = self.attention_fn if self.causal else functools.partial(plain_attention, causal=False)
         key = self.make_rng("dropout") if train and self.dropout else None
         return kernel(q_BTNH, k_BSKH, v_BSKH, self.scores, segments_BT=segments_BT, key=key)
-
-    def attend_to_cache(
-        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array | None
-    ) -> jax.Array:
-        """Write T tokens into the cache, and return the weighted values of it, out_BTNH."""
-        assert positions_BT is not None, "columns are found by positions"
-        cache = self.get_variable("cache", "columns").write(k_BTKH, v_BTKH, positions_BT)
-        # Without a barrier XLA on CPU writes each cache three times, once for each reader, into copies.
-        cache = jax.lax.optimization_barrier(cache)
-        self.put_variable("cache", "columns", cache)
-        return cache.attend(q_BTNH, positions_BT, self.scores)
 
     def weights(
         self, q_BTNH: jax.Array, k_BSKH: jax.Array, *, segments_BT: jax.Array | None = None, train: bool = False

@@ -72,12 +72,11 @@ class Block(nn.Module):
             return self.mlp(x_BTD, train=train)
 
         position = self.config.norm_position
-        if self.config.parallel_residual:  # both branches read what enters the block
+        if position == "pre":  # the stream itself is never normed
             middle_BTD = self.middle(x_BTD + attend(self.ln_1(x_BTD)))
-            x_BTD = middle_BTD + feed(self.ln_2(x_BTD))
-        elif position == "pre":  # the stream itself is never normed
-            x_BTD = self.middle(x_BTD + attend(self.ln_1(x_BTD)))
-            x_BTD = x_BTD + feed(self.ln_2(x_BTD))
+            # Parallel branches both read what enters the block.
+            read_BTD = x_BTD if self.config.parallel_residual else middle_BTD
+            x_BTD = middle_BTD + feed(self.ln_2(read_BTD))
         elif position == "post":  # the Add & Norm of 2017
             x_BTD = self.middle(self.ln_1(x_BTD + attend(x_BTD)))
             x_BTD = self.ln_2(x_BTD + feed(x_BTD))

@@ -1,10 +1,9 @@
 """State what a device can compute and hold, and count what a model asks of it."""
 
-import dataclasses
 import math
 import os
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 
@@ -14,8 +13,7 @@ from jaxgpt.model import GPTConfig
 from jaxgpt.train import Params
 
 
-@dataclasses.dataclass(frozen=True)
-class Peaks:
+class Peaks(NamedTuple):
     """One device's limits, as its vendor states them."""
 
     flops: float  # dense bfloat16 FLOP/s

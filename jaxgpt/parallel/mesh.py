@@ -221,8 +221,7 @@ def _shard_params(mesh: Mesh, params: Params | None, config: GPTConfig) -> Any:
         if spec is None or not _divides(mesh, spec, x.shape):
             spec = P(*config.shard_parameter(names, x.shape, fsdp=mesh.shape["fsdp"]))
             if not _divides(mesh, spec, x.shape):
-                said = f"shard_parameter says {tuple(spec)} of {'/'.join(names)}"
-                raise UserError(f"{said}: {x.shape} does not divide over {dict(mesh.shape)}")
+                raise UserError(f"shard_parameter: {tuple(spec)} does not divide {'/'.join(names)}, {x.shape}")
         return NamedSharding(mesh, spec)
 
     return jax.tree.map_with_path(shard, params)

@@ -72,16 +72,11 @@ def initialize(config: ParallelConfig) -> None:
 def cluster() -> str | None:
     """Return the name of the environment that started this process with others, or None if there are no others."""
     env = os.environ
+    if "OMPI_MCA_orte_hnp_uri" in env and int(env.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
+        return "Open MPI"
     # Variables of a SLURM step, set by srun: sbatch without it, or an interactive shell, runs one process.
-    for name, mark, size in (
-        ("Open MPI", "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"),
-        ("SLURM", "SLURM_STEP_NODELIST", "SLURM_NTASKS"),
-    ):
-        count = env.get(size, "1")
-        if mark in env and not count.isdecimal():
-            raise UserError(f"{size}={count!r}: set a whole number of processes, or unset it")
-        if mark in env and int(count) > 1:
-            return name
+    if "SLURM_STEP_NODELIST" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
+        return "SLURM"
     if "," in env.get("TPU_WORKER_HOSTNAMES", ""):
         return "GKE"
     if any(map(glob.glob, TPU_DEVICES)) and importlib.util.find_spec("libtpu") and "TPU_SKIP_MDS_QUERY" not in env:

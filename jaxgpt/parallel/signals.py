@@ -23,7 +23,7 @@ def catch_signals() -> Iterator[Stop]:
 
     In an interactive session, such as a notebook, the second one has its usual effect instead.
     """
-    caught: list[str] = []  # signals that this process has caught
+    caught = []  # signals that this process has caught
     several = multihost.is_multiprocess()
 
     def stop(step: int | None) -> str | None:

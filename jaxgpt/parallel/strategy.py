@@ -79,8 +79,8 @@ class BatchSplit(NamedTuple):
 def split_batch(batch_size: int, data_parallel_size: int, config: ParallelConfig) -> BatchSplit:
     """Split a batch into the largest micro-batches that fit. Raises `UserError` if it does not divide over the devices."""
     if batch_size % data_parallel_size:
-        remedy = f"take a multiple of {data_parallel_size}, or fewer devices (--parallel.strategy single)"
-        raise UserError(f"batch_size={batch_size} does not divide over {data_parallel_size} devices: {remedy}")
+        said = f"batch_size={batch_size} does not divide over {data_parallel_size} devices"
+        raise UserError(f"{said}: take a multiple, or fewer devices (--parallel.strategy single)")
     part = batch_size // data_parallel_size
     limit = min(part, config.micro_batch_size or part)
     micro = max(n for n in range(1, limit + 1) if part % n == 0)

@@ -30,7 +30,7 @@ from jaxgpt.presets import finetune, quickstart
         # float32 rounds it to 1, and the optimiser divides by 1 - beta
         (OptimConfig, dict(beta1=1 - 1e-8), "beta1=0.99999999: needs less than 0.999999"),
         (OptimConfig, dict(weight_decay=2e3), "weight_decay=2000.0 times learning_rate=0.001 is 2: needs at most 1"),
-        (ParallelConfig, dict(data=-1, fsdp=-1), "data=-1, fsdp=-1, tensor=1: needs counts of devices, at most one"),
+        (ParallelConfig, dict(data=-1, fsdp=-1), "data, fsdp, tensor = (-1, -1, 1): need counts of devices"),
         (Experiment, dict(name="a/b"), "name='a/b'"),
     ],
 )

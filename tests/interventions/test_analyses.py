@@ -66,6 +66,10 @@ def difference(logits_V):
     return logits_V[3] - logits_V[5]
 
 
+def count_compiled():
+    return [f._cache_size() for f in (analyses._run_patched_block, analyses._run_block, analyses._measure)]
+
+
 def last_difference(logits_BTV):
     return difference(logits_BTV[0, -1])
 
@@ -88,11 +92,11 @@ def test_a_patch_equals_a_whole_forward_pass_with_one_activation_replaced(name, 
         expected = run_each(model, params, INTO[None], edits, last_difference)
         chex.assert_trees_all_close(found[layer].ravel(), expected, rtol=1e-4, atol=1e-4)
     assert np.ptp(found, axis=1).max() > 0.1
-    sizes = [f._cache_size() for f in (analyses._run_patched_block, analyses._run_block, analyses._measure)]
+    compiled = count_compiled()
     plain = last_difference(run(model, params, INTO[None]).logits_BTV)
     same = patch(model, params, INTO, INTO, name, difference)
     chex.assert_trees_all_close(same, np.full(found.shape, plain), atol=1e-4)
-    assert sizes == [f._cache_size() for f in (analyses._run_patched_block, analyses._run_block, analyses._measure)]
+    assert count_compiled() == compiled
 
 
 @quick(["gpt2", "sandwich", "post"], "sandwich")
@@ -109,7 +113,7 @@ def test_the_lens_ends_in_the_models_logits(name):
 
 def test_what_an_analysis_refuses_is_one_clear_line():
     for call, args, how, words in (
-        (ablate_all, [ROWS], {"by": "median"}, "by='median': needs zero or mean"),
+        (ablate_all, [ROWS], {"by": "median"}, "by='median': needs one of zero, mean"),
         (patch, [INTO, SOURCE + 23, "heads", difference], {}, "the model knows 0 to 22"),
     ):
         model, params = make(CONFIGS["gpt2"])

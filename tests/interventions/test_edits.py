@@ -110,7 +110,7 @@ def test_text_is_generated_under_an_intervention(name):
 def test_a_wrong_edit_is_one_clear_line(model_params):
     model, params = model_params
     for edits, words in (
-        ([zero("head", 0)], "'h_0/head': give the form h_0/PLACE, to h_1, with one of embedding, queries"),
+        ([zero("head", 0)], "'h_0/head': give h_0/PLACE, to h_1, with one of embedding, queries"),
         ([zero("units", 0, index=[1.5])], r"h_0/units, index=\[1.5\]: needs integers from 0 to 63"),
         ([zero("mlp", 0, positions=[16])], r"h_0/mlp, positions=\[16\]: needs integers from 0 to 15"),
         ([add("mlp", 0, vector=np.ones(15))], r"h_0/mlp: got an array of shape \[15\], needs \[1, 16\]"),
@@ -120,7 +120,7 @@ def test_a_wrong_edit_is_one_clear_line(model_params):
         with pytest.raises(UserError, match=words) as e:
             run_each(model, params, TOKENS, [edits], lambda logits_BTV: logits_BTV)
         assert "\n" not in str(e.value)
-    with pytest.raises(UserError, match="'h_x/mlp': give the form h_0/PLACE"):
+    with pytest.raises(UserError, match="'h_x/mlp': give h_0/PLACE"):
         run(model, params, TOKENS, read=["h_x/mlp"])
     with pytest.raises(UserError, match="tokens_BT has ids from 0 to 23, the model knows 0 to 22"):
         run(model, params, [[0, 23]])

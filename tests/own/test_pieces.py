@@ -117,7 +117,7 @@ def test_tools_do_what_is_right_or_say_why_not(trained, tmp_path):
     assert not np.any(edited.activations["h_0/mlp"]) and np.any(edited.activations["h_0/attention"])
     heads = [interventions.zero("heads", 0, index=1)]
     if name == "AverageConfig":
-        with pytest.raises(UserError, match="'h_0/heads': give the form h_0/PLACE, to h_.*, with one of embedding"):
+        with pytest.raises(UserError, match="'h_0/heads': give h_0/PLACE, to h_.*, with one of embedding"):
             interventions.run(run.model, run.params, tokens, heads)
     else:
         assert interventions.run(run.model, run.params, tokens, heads).logits_BTV.shape == (1, 8, 256)

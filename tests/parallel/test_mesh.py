@@ -156,8 +156,6 @@ def in_chunks(n):
 @pytest.mark.parametrize(
     ("call", "how", "message"),
     [
-        (arrange, dict(data=3), r"data=3 x fsdp=1 x tensor=1 does not make the 8 devices"),
-        (arrange, dict(fsdp=3), "data=-1 x fsdp=3 x tensor=1 does not make the 8 devices"),
         (arrange, dict(fsdp=4, slices=4), "slices=4 does not divide parallel.data=2"),
         (choose, dict(strategy="single", slices=2), "slices need --parallel.strategy mesh, not single"),
         (choose, dict(fsdp=2), "need --parallel.strategy mesh, not auto"),
@@ -166,10 +164,9 @@ def in_chunks(n):
         (divide, dict(config=GPTConfig(n_kv_head=2), tensor=4), "n_kv_head=2 does not divide over parallel.tensor=4"),
         (divide, dict(config=GPTConfig(vocab_size=103), tensor=2), "vocab_size=103 .* take a multiple"),
         (divide, dict(fsdp=512), r"n_embd=768 does not divide over parallel.fsdp=512"),
-        (split, dict(batch_size=12), "batch_size=12 does not divide over 8 devices: .* 8,"),
-        (split, dict(batch_size=4), "batch_size=4 does not divide over 8 devices: .* 8,"),
+        (split, dict(batch_size=12), "batch_size=12 does not divide over 8 devices: take a multiple"),
         (in_chunks, dict(n=48), "loss_chunk=48 does not divide model.block_size=1024: take a divisor"),
-        (ParallelConfig, dict(tensor=0), "tensor=0: needs counts of devices"),
+        (ParallelConfig, dict(tensor=0), "need counts of devices"),
         (ParallelConfig, dict(coordinator="a:1"), "give all three"),
         (ParallelConfig, dict(coordinator="a:1", processes=2, process_id=2), "process_id=2: needs less than"),
     ],
@@ -179,15 +176,14 @@ def test_bad_sizes_are_told(call, how, message):
         call(**how)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"data": 2, "fsdp": 4}])
-def test_auto_takes_one_device_whatever_mesh_is_recorded(sizes):
-    strategy, divided = choose(is_resumed=True, micro_batch_size=4, **sizes)
+def test_auto_takes_one_device_whatever_mesh_is_recorded():
+    strategy, divided = choose(is_resumed=True, micro_batch_size=4, data=2, fsdp=4)
     assert (strategy.name, divided.micro_batch_size) == ("one device", 4)
 
 
 @pytest.mark.parametrize(
     ("batch", "shards", "micro", "expected"),
-    [(480, 1, 12, (12, 40)), (480, 8, 12, (12, 5)), (480, 16, 12, (10, 3)), (480, 8, None, (60, 1)), (8, 8, 4, (1, 1))],
+    [(480, 8, 12, (12, 5)), (480, 16, 12, (10, 3)), (480, 8, None, (60, 1)), (8, 8, 4, (1, 1))],
 )
 def test_accumulation_follows_from_the_batch_and_the_devices(batch, shards, micro, expected):
     found = split_batch(batch, shards, ParallelConfig(micro_batch_size=micro))

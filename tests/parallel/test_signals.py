@@ -78,17 +78,17 @@ def test_a_loss_on_return_that_is_no_number_leaves_the_checkpoint_good(experimen
 
 
 def test_the_best_loss_so_far_is_that_of_the_checkpoints(experiment, tmp_path, monkeypatch):
-    """Whatever metrics.jsonl says, which has no checksum."""
-    train = dataclasses.replace(experiment.train, eval_every=1, checkpoint_every=99, keep_last=9)
+    """Whatever metrics.jsonl says, which has no checksum. A loss that is worse, at step 3, is not saved."""
+    train = dataclasses.replace(experiment.train, steps=5, eval_every=1, checkpoint_every=99, keep_last=9)
     e = dataclasses.replace(experiment, train=train)
-    script(monkeypatch, 3.0, STOP, 5.0, 2.0, 4.5)
-    with pytest.raises(Preempted, match="saved step 2 of 4"):
+    script(monkeypatch, 3.0, STOP, 5.0, 4.0, 2.0, 4.5)
+    with pytest.raises(Preempted, match="saved step 2 of 5"):
         fit(e, tmp_path / "r", progress=False)
     metrics = tmp_path / "r" / "metrics.jsonl"
     assert '"val_loss": 3.0' in metrics.read_text()
     metrics.write_text(metrics.read_text().replace('"val_loss": 3.0', '"val_loss": 0.3'))
     fit(e, tmp_path / "r", progress=False)
-    assert {p.name for p in (tmp_path / "r" / "checkpoints").iterdir()} == set("1234")
+    assert {p.name for p in (tmp_path / "r" / "checkpoints").iterdir()} == set("1245")
 
 
 # A save that takes for ever, so that the second signal finds the first one's work unfinished.

@@ -78,9 +78,10 @@ def find_visible(
     T: int, S: int, window: int | None, *, segments_BT: jax.Array | None = None, causal: bool = True
 ) -> jax.Array:
     """Return whether each query may attend to each key, visible_B1TS. B is 1 without segments."""
-    visible_TS = jnp.tril(jnp.ones((T, S), bool)) if causal else jnp.ones((T, S), bool)
+    all_TS = jnp.ones((T, S), bool)
+    visible_TS = jnp.tril(all_TS) if causal else all_TS
     if window is not None:
-        visible_TS = visible_TS & jnp.triu(jnp.ones((T, S), bool), 1 - window)
+        visible_TS = visible_TS & jnp.triu(all_TS, 1 - window)
     if segments_BT is None:
         return visible_TS[None, None]
     return visible_TS[None, None] & (segments_BT[:, None, :, None] == segments_BT[:, None, None, :])
@@ -107,10 +108,10 @@ def attention_weights(
     scores_MQS = cap_scores(scores_MQS * scale, scores.softcap)
     if visible_BNTS.shape[1] > 1:
         visible_MQS = jnp.broadcast_to(visible_BNTS, (B, N, T, S)).reshape(scores_MQS.shape)
-    elif len(visible_BNTS) > 1:
-        visible_MQS = jnp.repeat(jnp.tile(visible_BNTS[:, 0], (1, G, 1)), K, axis=0)
     else:
         visible_MQS = jnp.tile(visible_BNTS[:, 0], (1, G, 1))
+        if len(visible_BNTS) > 1:
+            visible_MQS = jnp.repeat(visible_MQS, K, axis=0)
     # finfo.min, not -inf: a row of -inf would give 0/0. Its softmax is an exact zero too.
     scores_MQS = jnp.where(visible_MQS, scores_MQS, jnp.finfo(jnp.float32).min)
     weights_MQS = jax.nn.softmax(scores_MQS, axis=-1)

@@ -101,19 +101,14 @@ _gradient_by_rows.defvjp(
 )
 
 
-def _block(T: int, H: int) -> int:
-    """Return the largest block that divides T, a multiple of 128, and compiles for every TPU since v4."""
+def _block_sizes(T: int, H: int) -> Any:
+    """Return the largest blocks that divide T, a multiple of 128, and compile for every TPU since v4."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
     # A kernel has 16 MiB of scratch memory on v4 and v5e. Blocks of 2048 need 17 to 23 MiB, and blocks of 1024 with
     # heads of 160 or 256 need 18 MiB on v4.
     largest = 1024 if H <= 128 else 512
-    return max(rows for rows in range(LANES, largest + 1, LANES) if T % rows == 0)
-
-
-def _block_sizes(T: int, H: int) -> Any:
-    """Return the kernel's block sizes for T, a multiple of 128."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-
-    block = _block(T, H)
+    block = max(rows for rows in range(LANES, largest + 1, LANES) if T % rows == 0)
     compute = max(rows for rows in range(LANES, 512 + 1, LANES) if block % rows == 0)
     # A last axis below 128 is padded to 128 in memory. Smaller heads are therefore passed as [H, T], which is also the
     # compiler's own layout: a layer of GPT-2 at B=8, T=1024 has 49 MiB of temporaries then, not 105 (plain: 579).

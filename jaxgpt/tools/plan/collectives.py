@@ -55,9 +55,9 @@ def read_collectives(text: str) -> tuple[Collective, ...]:
 
     sides = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0])
     all_devices = math.prod(map(int, sides))
-    counts, sizes = Counter[tuple[bool, str, int]](), Counter[tuple[bool, str, int]]()
+    counts, sizes = Counter[tuple[bool, str, int]](), Counter()
     channels = set()
-    launchers: dict[str, str] = {}  # the computation that launches the fusion around each fused one
+    launchers = {}  # the computation that launches the fusion around each fused one
     for name, body in reversed(bodies.items()):  # a computation follows those that it calls
         for x in body.values():
             if x.op.endswith(("-done", "-update")):  # its start has been counted
@@ -76,12 +76,13 @@ def read_collectives(text: str) -> tuple[Collective, ...]:
             kind = "reduce-scatter" if "all-reduce-scatter" in name else kind
             # It splits a collective over several fusions, to overlap it with compute. They share the channel.
             channel = launchers.get(name), *re.findall(r"channel_id=\d+", x.rest)
+            key = (x.op == "send", kind, devices)
             if channel not in channels:
-                counts[x.op == "send", kind, devices] += times[name]
-                sizes[x.op == "send", kind, devices] += times[name] * full
+                counts[key] += times[name]
+                sizes[key] += times[name] * full
             if name in launchers and len(channel) == 2:
                 channels.add(channel)
-    return tuple(Collective(*key, counts[key], sizes[key]) for key in sorted(counts))
+    return tuple(Collective(*found, counts[found], sizes[found]) for found in sorted(counts))
 
 
 def _trip_count(loop: Instruction, body: Body, bodies: dict[str, Body]) -> int:

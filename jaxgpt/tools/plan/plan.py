@@ -98,7 +98,7 @@ def make_plan(
     given = replace_fields(experiment, {"model.vocab_size": vocab_size})
     for variant in iter_variants(given, len(devices), count_slices(devices)):
         p, micro = variant.parallel, variant.parallel.micro_batch_size
-        tried = f"remat {variant.model.remat}, {p.strategy}" + (f" with fsdp={p.fsdp}" if p.fsdp > 1 else "")
+        tried = f"remat {variant.model.remat}, {p.strategy}, fsdp={p.fsdp}"
         while micro != 0:
             smaller = replace_fields(variant, {"parallel.micro_batch_size": micro})
             try:
@@ -120,12 +120,9 @@ def make_plan(
                 said = str(e).partition("\n")[0]
                 if "cuDNN" not in said and "head dim must be" not in said:
                     raise
-                remedy = f"take --train.attention xla, or install cuDNN with {INSTALL}"
-                raise UserError(f"JAX cannot lower cuDNN's attention here ({said}): {remedy}") from None
-    raise UserError(
-        f"{experiment.name} does not fit on {len(devices)} x {devices[0].device_kind}, whatever the micro-batch, "
-        "remat and fsdp: use more devices or a smaller model"
-    )
+                raise UserError(f"no cuDNN attention here ({said}): take --train.attention xla, or {INSTALL}") from None
+    used = f"{len(devices)} x {devices[0].device_kind}, whatever the micro-batch, remat and fsdp"
+    raise UserError(f"{experiment.name} does not fit on {used}: use more devices or a smaller model")
 
 
 def iter_variants(experiment: Experiment, devices: int, slices: int = 1) -> Iterator[Experiment]:

@@ -49,11 +49,10 @@ def gpu_devices(topology: str) -> list[jax.Device]:
     if match is None or match[1] not in TARGETS:
         raise UserError(f"topology {topology!r}: needs {GPUS}")
     plugins = ("jax-cuda13-plugin", "jax-cuda12-plugin")
-    versions = {d.name: d.version for name in plugins for d in importlib.metadata.distributions(name=name)}
+    versions = [d.version for name in plugins for d in importlib.metadata.distributions(name=name)]
     jaxlib = importlib.metadata.version("jaxlib")
-    if jaxlib not in versions.values():
-        found = ", ".join(f"{name} {version}" for name, version in versions.items()) or "none"
-        raise UserError(f"a GPU topology needs JAX's CUDA plugin of version {jaxlib}, found {found}: {INSTALL}")
+    if jaxlib not in versions:
+        raise UserError(f"a GPU topology needs JAX's CUDA plugin of version {jaxlib}, as jaxlib is: {INSTALL}")
     skip_cuda_check()
     gpu_memory_share()  # JAX would log a traceback of what is wrong with it
     shape = f"1x{match[2] or 1}x{match[3]}"  # slices x hosts x GPUs
@@ -83,7 +82,7 @@ def tpu_devices(topology: str) -> list[jax.Device]:
         found = topologies.get_topology_desc(platform="tpu", topology_name=name, num_slices=slices, **options)
     except jax.errors.JaxRuntimeError as e:  # of a shape, or because libtpu allows one process at a time
         said = str(e).partition("\n")[0]
-        remedy = "a process that uses no TPU may set ALLOW_MULTIPLE_LIBTPU_LOAD=1 beside others"
+        remedy = "ALLOW_MULTIPLE_LIBTPU_LOAD=1 lets several processes load it"
         raise UserError(f"libtpu does not describe {name} ({said}): {remedy}") from None
     return list(found.devices)
 
@@ -109,7 +108,7 @@ def parse_slice(topology: str) -> tuple[int, str, str]:
         # (cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e)
         shapes: list[tuple[int, ...]] = [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
         if family in WITH_CORES:
-            sides = range(4, min(int(chips) // 16, MOST_CHIPS // 16) + 1, 4)
+            sides = range(4, min(int(chips), MOST_CHIPS) // 16 + 1, 4)
             shapes = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), *itertools.combinations_with_replacement(sides, 3)]
         as_many = [sides for sides in shapes if math.prod(sides) == chips]
         if not as_many:

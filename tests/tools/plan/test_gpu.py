@@ -35,14 +35,9 @@ def test_targets_agree_with_the_data_sheets(name):
     assert flops[capability] == pytest.approx(per_cycle, rel=0.12)
 
 
-@pytest.mark.parametrize(
-    ("installed", "found"), [({}, "none"), ({"jax-cuda13-plugin": "0.9.1"}, "jax-cuda13-plugin 0.9.1")]
-)
-def test_the_plugin_that_is_not_there(monkeypatch, installed, found):
-    def distributions(*, name):
-        return [SimpleNamespace(name=name, version=installed[name])] if name in installed else []
-
-    monkeypatch.setattr(importlib.metadata, "distributions", distributions)
+@pytest.mark.parametrize("installed", [[], [SimpleNamespace(version="0.9.1")]])
+def test_the_plugin_that_is_not_there(monkeypatch, installed):
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda *, name: installed)
     monkeypatch.setattr(importlib.metadata, "version", {"jaxlib": "0.10.2"}.get)
-    with pytest.raises(UserError, match=f"of version 0.10.2, found {found}: pip install"):
+    with pytest.raises(UserError, match="of version 0.10.2, as jaxlib is: pip install"):
         gpu_devices("h200:8")

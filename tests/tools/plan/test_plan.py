@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_tried_otherwise(monkeypatch, here):
     found = make_plan(EXPERIMENT, 11, say=said.append)
     assert (found.remat, found.micro_batch_size) == ("dots", 1)
     assert tried == [(remat, n) for remat in ("none", "dots") for n in (8, 4, 2, 1)]
-    assert said[-1].startswith("remat dots, auto, micro-batch 2: needs 3.00 GiB of ")
+    assert said[-1].startswith("remat dots, auto, fsdp=1, micro-batch 2: needs 3.00 GiB of ")
 
 
 def test_the_search_splits_the_state_over_more_and_more_devices():
