@@ -157,6 +157,8 @@ def make_optimizer(
 
     relative = relative_schedule(config, steps)
     together = config.muon_dtype == "bfloat16"
+    if together:
+        from jaxgpt.layers.gpu import orthogonalize
     # Otherwise the layer axis of scanned kernels would count as part of the matrix.
     last_two = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
     momentum = optax.contrib.scale_by_muon(
@@ -175,28 +177,6 @@ def make_optimizer(
     adam = optax.adamw(relative)
     muon = optax.partition({"muon": muon, "adam": adam}, lambda params: jax.tree.map(lambda _: "muon", params))
     return optax.chain(clip, optax.partition({"adamw": adamw, "muon": muon}, choose))
-
-
-def orthogonalize(updates: optax.Updates) -> optax.Updates:
-    """Bring matrices near to orthogonal ones in bfloat16, all of one shape at once."""
-    matrices, structure = jax.tree.flatten(updates)
-    stacks = {x.shape: [] for x in matrices}
-    for x in matrices:
-        stacks[x.shape].append(x.astype(jnp.bfloat16))
-    of_each = jnp.vectorize(newton_schulz, signature="(d,f)->(d,f)")
-    found = {shape: iter(of_each(jnp.stack(stack))) for shape, stack in stacks.items()}
-    return jax.tree.unflatten(structure, [next(found[x.shape]).astype(x.dtype) for x in matrices])
-
-
-def newton_schulz(x: jax.Array) -> jax.Array:
-    """Take the five steps of Muon's polynomial from a matrix towards an orthogonal one, in its dtype."""
-    if x.shape[0] > x.shape[1]:
-        return newton_schulz(x.T).T
-    x /= jnp.linalg.norm(x) + 1e-8
-    for _ in range(5):
-        a = x @ x.T
-        x = (3.4445 * jnp.eye(len(x), dtype=x.dtype) - 4.7750 * a + 2.0315 * (a @ a)) @ x
-    return x
 
 
 def scale_by_shape(updates: optax.Updates) -> optax.Updates:

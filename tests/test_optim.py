@@ -7,7 +7,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxgpt.optim import OptimConfig, learning_rate, make_optimizer, orthogonalize
+from jaxgpt.layers.gpu import orthogonalize
+from jaxgpt.optim import OptimConfig, learning_rate, make_optimizer
 from tests.helpers import TINY, make_model, stack_layers
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxgpt.layers.linear import Embedding, Head
+from jaxgpt.layers.linear import Embedding, Head, logits_gradients
 from jaxgpt.layers.mlp import MLP
 from jaxgpt.layers.norm import LayerNorm, RMSNorm
 
@@ -70,14 +70,7 @@ def float16_logits(x_UD: jax.Array, kernel_DV: jax.Array) -> jax.Array:
     return jnp.dot(x_UD.astype(jnp.float16), kernel_DV.astype(jnp.float16)).astype(jnp.float32)
 
 
-def _float16_logits_backward(kept, grad_UV):
-    x_UD, kernel_DV = kept
-    pull_back = jax.vjp(jnp.dot, x_UD, kernel_DV.astype(x_UD.dtype))[1]
-    x_grad_UD, kernel_grad_DV = pull_back(grad_UV.astype(x_UD.dtype))
-    return x_grad_UD, kernel_grad_DV.astype(kernel_DV.dtype)
-
-
-float16_logits.defvjp(lambda x, kernel: (float16_logits(x, kernel), (x, kernel)), _float16_logits_backward)
+float16_logits.defvjp(lambda x, kernel: (float16_logits(x, kernel), (x, kernel)), logits_gradients)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -140,3 +133,25 @@ def log_sum_exp(logits: jax.Array) -> jax.Array:
     arrays = logits, jnp.ones_like(logits)
     largest, total = jax.lax.reduce(arrays, first, combine, (logits.ndim - 1,))
     return largest + jnp.log(total)
+
+
+def orthogonalize(updates: Any) -> Any:
+    """Bring matrices near to orthogonal ones in bfloat16, all of one shape at once."""
+    matrices, structure = jax.tree.flatten(updates)
+    stacks = {x.shape: [] for x in matrices}
+    for x in matrices:
+        stacks[x.shape].append(x.astype(jnp.bfloat16))
+    of_each = jnp.vectorize(newton_schulz, signature="(d,f)->(d,f)")
+    found = {shape: iter(of_each(jnp.stack(stack))) for shape, stack in stacks.items()}
+    return jax.tree.unflatten(structure, [next(found[x.shape]).astype(x.dtype) for x in matrices])
+
+
+def newton_schulz(x: jax.Array) -> jax.Array:
+    """Take the five steps of Muon's polynomial from a matrix towards an orthogonal one, in its dtype."""
+    if x.shape[0] > x.shape[1]:
+        return newton_schulz(x.T).T
+    x /= jnp.linalg.norm(x) + 1e-8
+    for _ in range(5):
+        a = x @ x.T
+        x = (3.4445 * jnp.eye(len(x), dtype=x.dtype) - 4.7750 * a + 2.0315 * (a @ a)) @ x
+    return x

@@ -40,15 +40,14 @@ def float32_logits(x_UD: jax.Array, kernel_DV: jax.Array) -> jax.Array:
     return jnp.dot(x_UD, kernel_DV.astype(x_UD.dtype), preferred_element_type=jnp.float32)
 
 
-def _float32_logits_backward(residuals, grad_UV):
+def logits_gradients(residuals, grad_UV):
+    """Return the gradients of logits by (x_UD, kernel_DV)."""
     x_UD, kernel_DV = residuals
     x_grad_UD, kernel_grad_DV = jax.vjp(jnp.dot, x_UD, kernel_DV.astype(x_UD.dtype))[1](grad_UV.astype(x_UD.dtype))
     return x_grad_UD, kernel_grad_DV.astype(kernel_DV.dtype)
 
 
-float32_logits.defvjp(
-    lambda x_UD, kernel_DV: (float32_logits(x_UD, kernel_DV), (x_UD, kernel_DV)), _float32_logits_backward
-)
+float32_logits.defvjp(lambda x_UD, kernel_DV: (float32_logits(x_UD, kernel_DV), (x_UD, kernel_DV)), logits_gradients)
 
 
 def take_rows(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
