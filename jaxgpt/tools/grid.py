@@ -56,7 +56,6 @@ class Curve:
 def train_grid(
     grid: Sequence[GridRun],
     say: Say,
-    fit_one: Callable[..., Any] = fit,
     executor: Executor | None = None,
     *,
     waits: bool = True,
@@ -67,7 +66,6 @@ def train_grid(
 
     Args:
         grid: the runs.
-        fit_one: trains a run as `jaxgpt.fit` does. An executor calls `jaxgpt.fit`.
         executor: trains several at once. None means one after another, here.
         waits: whether to wait for runs that other processes train.
 
@@ -80,9 +78,9 @@ def train_grid(
             check_same_configuration(read_metadata(directory), experiment)
     curves: dict[int, Curve] = {}
     passed_over: set[int] = set()
-    at_once, began = 1 if executor is None else executor.size, time.monotonic()
+    began = time.monotonic()
     while left := {number: run for number, run in enumerate(grid) if number not in curves}:
-        for number, done in train_here(left, fit_one) if executor is None else train_there(left, executor):
+        for number, done in train_here(left) if executor is None else train_there(left, executor):
             name, error = grid[number][0], done.exception()
             if isinstance(error, HeldElsewhere):
                 if number not in passed_over:
@@ -93,7 +91,7 @@ def train_grid(
                 raise error
             curve = curves[number] = done.result() if error is None else Curve(failure=first_line(error))
             ended = f"{curve.losses[-1]:.4f} after {curve.seconds[-1]:.1f} s" if curve.losses else curve.failure
-            progress = format_progress(curves.values(), len(grid), at_once, time.monotonic() - began)
+            progress = format_progress(curves.values(), len(grid), time.monotonic() - began)
             say(f"{name}: {ended} {progress}")
         held = len(grid) - len(curves)
         if held == len(left):  # nothing new: all that is left is held
@@ -109,12 +107,12 @@ def finite_losses(losses: Iterable[float | None]) -> list[float]:
     return [loss for loss in losses if loss is not None and math.isfinite(loss)]
 
 
-def train_here(runs: dict[int, GridRun], fit_one: Callable[..., Any]) -> Iterator[tuple[int, Future[Curve]]]:
+def train_here(runs: dict[int, GridRun]) -> Iterator[tuple[int, Future[Curve]]]:
     """Train runs one after another in this process, and yield the number and the curve of each."""
     for number, (_, experiment, directory) in runs.items():
         done: Future[Curve] = Future()
         try:
-            done.set_result(train_or_resume(experiment, directory, fit_one))
+            done.set_result(train_or_resume(experiment, directory, fit))
         except Preempted as e:
             raise Preempted(f"{str(e).partition(' To continue')[0]} Run the same command to resume.") from None
         except Exception as e:
@@ -140,13 +138,12 @@ def train_unpacked(values: Json, files: Files, directory: Path) -> Curve:
         raise HeldElsewhere(f"it was interrupted: {e}") from None
 
 
-def format_progress(curves: Collection[Curve], runs: int, at_once: int, seconds: float) -> str:
+def format_progress(curves: Collection[Curve], runs: int, seconds: float) -> str:
     """Return a bar, the numbers of runs and the time left. seconds: since the first one began."""
     done, failed = len(curves), sum(not curve.losses for curve in curves)
     minutes, rest = divmod(int(seconds / done * (runs - done)), 60)
     bar = ("#" * (20 * done // runs)).ljust(20, "-")
-    running = min(runs - done, at_once)
-    return f"[{bar}] {done} of {runs} done, {running} running, {failed} failed, {minutes}:{rest:02d} left"
+    return f"[{bar}] {done} of {runs} done, {failed} failed, {minutes}:{rest:02d} left"
 
 
 def train_or_resume(experiment: Experiment, directory: Path, fit_one: Callable[..., Any]) -> Curve:

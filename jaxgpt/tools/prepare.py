@@ -116,7 +116,7 @@ def prepare(
         chosen = chosen or load_tokenizer(place / "tokenizer.json")
         with open_executor(workers, place) as executor:
             assert executor is not None
-            encoded = encode_sources(index, chosen, place / "tokenizer.json", executor, say)
+            encoded = encode_sources(index, place / "tokenizer.json", executor, say)
             with contextlib.closing(encoded):
                 write_shards(place, index, chosen, encoded, find_end(chosen))
     except KeyboardInterrupt:
@@ -175,34 +175,6 @@ def check_files(place: Path, index: Json) -> None:
         # A file may have more tokens than the index says, if the end came between the two.
         found = {f.name: scan(f, open_shard(f)[:tokens], 2**32) for f, tokens in known.items() if f.exists()}
         check_shards(place, index["shards"], found)
-
-
-def encode_sources(
-    index: Json, tokenizer: Tokenizer, file: Path, executor: Executor, say: Say
-) -> Generator[tuple[dict[str, np.ndarray], list[int]]]:
-    """Yield the tokens of the sources from the index's position on, each batch with the position after it.
-
-    The bytes and characters of each split are counted in the index, in which the end of a document is a newline.
-    """
-    given, names = index["arguments"], [*index["bytes"]]
-    done, said = 0, time.monotonic()
-    pieces = read_pieces(names, given["column"], given["val_fraction"], index["at"])
-    with contextlib.closing(encode_all(pieces, file, executor)) as encoded:
-        for batch, tokens in encoded:
-            for piece in batch:
-                done += piece.size
-                counts = index["text"][piece.split]
-                counts["bytes"] += piece.size + piece.is_last
-                counts["characters"] += len(piece.text) + piece.is_last
-            following = batch[-1].following
-            if time.monotonic() - said > SAY_EVERY:
-                said = time.monotonic()
-                say(f"{done / 1e6:,.0f} MB of text; source {following[0] + 1:,} of {len(names):,}")
-            yield tokens, following
-    if not index["text"]["train"]["bytes"]:
-        wrong = "there is no text" if index["at"] == START else f"val_fraction={given['val_fraction']} holds all out"
-        index["at"] = START
-        raise UserError(f"{', '.join(names)[:200]}: {wrong}: give more text")
 
 
 # Sources.
@@ -388,21 +360,48 @@ def encode_batch(file: Path, batch: list[Piece]) -> dict[str, np.ndarray]:
     return {split: np.concatenate(part).astype(token_dtype(tokenizer.vocab_size)) for split, part in parts.items()}
 
 
-def encode_all(
-    pieces: Iterable[Piece], file: Path, executor: Executor
-) -> Generator[tuple[list[Piece], dict[str, np.ndarray]]]:
-    """Yield (pieces, tokens of each split) of batches in order.
+def encode_sources(
+    index: Json, file: Path, executor: Executor, say: Say
+) -> Generator[tuple[dict[str, np.ndarray], list[int]]]:
+    """Yield the tokens of the sources from the index's position on, each batch with the position after it.
 
+    The bytes and characters of each split are counted in the index, in which the end of a document is a newline.
     file: the tokenizer's, from which each process loads it.
     """
-    waiting, batch, size = deque[tuple[list[Piece], Future]](), [], 0
-    for piece in itertools.chain(pieces, [None]):
-        if piece is not None:
-            batch.append(piece)
-            size += piece.size
-        if batch and (piece is None or size + 256 * len(batch) > PIECE):  # a million short texts are too many
+    given, names = index["arguments"], [*index["bytes"]]
+    done, said = 0, time.monotonic()
+    waiting = deque[tuple[list[Piece], Future]]()
+    pieces = read_pieces(names, given["column"], given["val_fraction"], index["at"])
+    for batch in itertools.chain(join_pieces(pieces), [None]):
+        if batch is not None:
             waiting.append((batch, executor.submit(encode_batch, file.absolute(), batch)))
+        while waiting and (batch is None or len(waiting) > 2 * executor.size):
+            encoded, future = waiting.popleft()
+            tokens = future.result()
+            for piece in encoded:
+                done += piece.size
+                counts = index["text"][piece.split]
+                counts["bytes"] += piece.size + piece.is_last
+                counts["characters"] += len(piece.text) + piece.is_last
+            following = encoded[-1].following
+            if time.monotonic() - said > SAY_EVERY:
+                said = time.monotonic()
+                say(f"{done / 1e6:,.0f} MB of text; source {following[0] + 1:,} of {len(names):,}")
+            yield tokens, following
+    if not index["text"]["train"]["bytes"]:
+        wrong = "there is no text" if index["at"] == START else f"val_fraction={given['val_fraction']} holds all out"
+        index["at"] = START
+        raise UserError(f"{', '.join(names)[:200]}: {wrong}: give more text")
+
+
+def join_pieces(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Yield batches of pieces."""
+    batch, size = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        size += piece.size
+        if size + 256 * len(batch) > PIECE:  # a million short texts are too many
+            yield batch
             batch, size = [], 0
-        while waiting and (piece is None or len(waiting) > 2 * executor.size):
-            done, future = waiting.popleft()
-            yield done, future.result()
+    if batch:
+        yield batch

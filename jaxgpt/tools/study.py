@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +25,6 @@ from jaxgpt.runs.resume import describe_data_changes
 from jaxgpt.statistics import CONFIDENCE, count_pairs_needed, holm_levels, mean_interval, paired_p_values
 from jaxgpt.tools.executor import Workers, open_executor
 from jaxgpt.tools.grid import Curve, finite_losses, format_table, train_grid, write_result
-from jaxgpt.training import fit
 
 STUDY = "study.json"  # the result, next to the directories of the variants: the same whatever trains them
 SECONDS = "study-seconds.json"  # what depends on the machine: the comparison at equal seconds, and the devices
@@ -118,7 +116,6 @@ def run_study(
     *,
     seeds: int,
     say: Say = lambda text: None,
-    fit_one: Callable[..., Any] = fit,
     workers: Workers = Workers(),  # noqa: B008, it is frozen
 ) -> Study | None:
     """Train or resume every variant with seeds 0, 1, ... in subdirectories, compare them, and write `study.json`.
@@ -131,7 +128,6 @@ def run_study(
         variants: the experiments by name. The others are compared with the first.
         directory: directory of the study.
         seeds: number of runs per variant.
-        fit_one: trains a run as `jaxgpt.fit` does.
         workers: where the runs are trained. By default in this process, one after another.
 
     Raises:
@@ -152,7 +148,7 @@ def run_study(
     ]
     try:
         with open_executor(workers, directory) as executor:
-            curves = train_grid(grid, say, fit_one, executor, waits=False)
+            curves = train_grid(grid, say, executor, waits=False)
     except HeldElsewhere as e:
         say(str(e))
         return None

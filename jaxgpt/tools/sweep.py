@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from jaxgpt.runs.directory import RUNS, is_run
 from jaxgpt.statistics import mean_interval
 from jaxgpt.tools.executor import Workers, open_executor
 from jaxgpt.tools.grid import finite_losses, format_table, train_grid, write_result
-from jaxgpt.training import fit
 
 SWEEP = "sweep.json"  # the definition and the result
 SHARE = 3  # one point in three survives a round, and is then trained three times as long
@@ -218,7 +217,6 @@ def sweep(
     run_dir: str | None = None,
     experiment: Experiment,
     say: Say = lambda text: None,
-    fit_one: Callable[..., Any] = fit,
     workers: Workers = Workers(),  # noqa: B008, it is frozen
 ) -> SweepResult:
     """Search for the best learning rate, or other values.
@@ -231,7 +229,6 @@ def sweep(
         seeds: full runs of each finalist
         run_dir: its directory, resumed if it exists, by default runs/sweeps/NAME
         experiment: its fields are options too
-        fit_one: trains a run as `jaxgpt.fit` does.
         workers: where the runs of a round are trained
 
     Raises:
@@ -260,7 +257,7 @@ def sweep(
                 name, place = f"steps-{current.steps}-seed-{run_seed}", directory / f"trial-{trial.trial:02}"
                 label = f"round {r + 1} of {len(rounds)}, trial {trial.trial}, {name}"
                 grid.append((label, planned[trial.trial, current.steps, run_seed], place / name))
-            losses = [curve.last for curve in train_grid(grid, say, fit_one, executor)]
+            losses = [curve.last for curve in train_grid(grid, say, executor)]
             for i, trial in enumerate(alive):
                 trial.losses.append(losses[i :: len(alive)])
             alive = sorted((trial for trial in alive if trial.mean < math.inf), key=lambda trial: trial.mean)
