@@ -77,6 +77,7 @@ class _Slot:
     left: int  # tokens still to draw
     first: int = 0  # the token at position 0
     constraint: Grammar | None = None
+    chunks: Iterator[programs.Chunk] | None = None  # what is left to read of the prompt, once that has begun
 
 
 class Engine:
@@ -100,7 +101,7 @@ class Engine:
         """Allocate the state.
 
         Args:
-            model, params: a GPT and its parameters. See `for_decoding`.
+            model, params: a GPT and its parameters, as `for_decoding` returns them or at least without stacked layers.
             slots: requests that are decoded together.
             vocab_size: ids from this number on are never drawn. None means that all may be drawn.
             cache_dtype: the dtype of keys and values. None means the model's.
@@ -132,7 +133,6 @@ class Engine:
         self._slots: list[_Slot | None] = [None] * slots
         self._cached = [0] * slots  # tokens of each prompt with keys and values that were not computed again
         self._waiting: collections.deque[_Slot] = collections.deque()
-        self._reading: Iterator[programs.Chunk] | None = None  # chunks of the first prompt that waits
 
     @property
     def num_free(self) -> int:
@@ -185,8 +185,6 @@ class Engine:
 
     def cancel(self, slot: int) -> None:
         """Free a slot."""
-        if self._waiting and self._waiting[0].number == slot:
-            self._reading = None
         self._waiting = collections.deque(found for found in self._waiting if found.number != slot)
         found, self._slots[slot] = self._slots[slot], None
         if found is not None and found in self._rows:
@@ -276,9 +274,9 @@ class Engine:
         """Read the next chunk of the first prompt that waits. After the last one, let its slot decode."""
         found = self._waiting[0]
         unread = found.tokens[found.first : -1]  # the last is read with the first draw
-        if self._reading is None:
-            self._reading = programs.split_chunks(unread, self._chunk)
-        for chunk in self._reading:
+        if found.chunks is None:
+            found.chunks = programs.split_chunks(unread, self._chunk)
+        for chunk in found.chunks:
             start, size = np.int32(chunk.start), chunk.tokens_1T.size
             length = np.int32(min(size, len(unread) - chunk.start))
             if (restored := self._prefixes.restore(self._scratch, chunk)) is None:
@@ -289,7 +287,7 @@ class Engine:
                 break
             self._scratch = restored
             self._cached[found.number] += size
-        self._reading = None
+        found.chunks = None
         self._waiting.popleft()
         # The values of the slot are NumPy's: they go to the device with the call.
         request, number, seen_V = found.request, np.int32, np.zeros(self.vocab_size, np.int32)

@@ -176,7 +176,7 @@ def _score_windows(
         scores = _logprobs(model, params, inputs_BT, targets_BT, wanted_BT.astype(bool), top, vocab_size)
         scores = jax.device_get(scores)
         for row, (length, number, start, new, _) in enumerate(batch):
-            for result, score_BT in zip(results[number], scores, strict=False):
+            for result, score_BT in zip(results[number], scores, strict=True):
                 result[new + 1 : start + length + 1] = score_BT[row, new - start : length]
     return results
 
@@ -200,14 +200,12 @@ def _logprobs(model, params, inputs_BT, targets_BT, wanted_BT, top=0, vocab_size
         logits_RV = apply_model(model, params, x_MD.at[at_R].get(mode="clip")[None], method="unembed")[0]
         chosen_R = jnp.take_along_axis(logits_RV, targets_R[:, None], axis=1)[:, 0]
         total_R = jax.nn.logsumexp(logits_RV, axis=1)
-        found = [chosen_R - total_R, logits_RV.argmax(axis=1) == targets_R]
-        if top:
-            best_RK, ids_RK = jax.lax.top_k(logits_RV[:, :vocab_size], top)
-            found += [ids_RK, best_RK - total_R[:, None]]
+        best_RK, ids_RK = jax.lax.top_k(logits_RV[:, :vocab_size], top)
+        is_greedy_R = logits_RV.argmax(axis=1) == targets_R
+        found = chosen_R - total_R, is_greedy_R, ids_RK, best_RK - total_R[:, None]
         return tuple(x.at[at_R].set(new, mode="drop") for x, new in zip(results, found, strict=True))
 
-    empty = [jnp.full(M, jnp.nan, jnp.float32), jnp.zeros(M, bool)]
-    if top:
-        empty += [jnp.zeros((M, top), jnp.int32), jnp.zeros((M, top), jnp.float32)]
-    results = jax.lax.fori_loop(0, -(-wanted_BT.sum() // R), score_rows, tuple(empty))
+    best = jnp.zeros((M, top), jnp.int32), jnp.zeros((M, top), jnp.float32)
+    empty = jnp.full(M, jnp.nan, jnp.float32), jnp.zeros(M, bool), *best
+    results = jax.lax.fori_loop(0, -(-wanted_BT.sum() // R), score_rows, empty)
     return tuple(x.reshape(B, T, *x.shape[1:]) for x in results)

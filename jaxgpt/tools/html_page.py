@@ -80,9 +80,9 @@ def round_numbers(values: Any, digits: int = 4) -> Any:
     return float(f"{values:.{digits}g}") if np.isfinite(values) else None
 
 
-def read_asset(name: str) -> str:
-    """Return the text of a file in the folder of this module."""
-    return resources.files("jaxgpt.tools").joinpath(name).read_text(encoding="utf-8")
+def read_asset(name: str, package: str = "jaxgpt.tools") -> str:
+    """Return the text of a file in the folder of this module, or of another package."""
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 def hash_source(text: str) -> str:

@@ -155,10 +155,8 @@ class SweepResult:
 
     def to_json(self) -> Json:
         """Return rounds and trials."""
-        return {
-            "rounds": [dataclasses.asdict(each) for each in self.rounds],
-            "trials": [dataclasses.asdict(trial) for trial in self.trials],
-        }
+        found = dataclasses.asdict(self)
+        return {"rounds": found["rounds"], "trials": found["trials"]}
 
     def __str__(self) -> str:
         steps = [f"{r.steps:,} steps" for r in self.rounds]

@@ -100,7 +100,7 @@ def test_a_run_that_fails_does_not_end_the_others_and_is_in_the_table(tmp_path, 
     monkeypatch.setattr(grid, "fit", fail)
     found = run_study(variants, tmp_path, seeds=1, say=said.append)
     assert found.tokens.rows[1].verdict == "1 of 1 failed"
-    assert said[1].startswith("seed 0, b: out of memory [####################] 2 of 2 done, 1 failed")
+    assert said[1].startswith("seed 0, b: out of memory; 2 of 2 done, 1 failed")
     with pytest.raises(RuntimeError):  # the first one: a mistake in all of them
         run_study(dict(reversed(variants.items())), tmp_path, seeds=1)
 
@@ -132,7 +132,7 @@ def test_a_ray_cluster_that_loses_a_node_finds_the_same_bytes(studied):
         kills, said = run("study own.py --seeds 1 --run-dir ray", folder, "ray", 1, how, RAY_ADDRESS=address)
         assert said == "" and read_results(folder / "ray") == expected and kills
         _, said = run("study own.py --seeds 1 --run-dir no --gpus 1", folder, "ray", 0, how, RAY_ADDRESS=address)
-    assert "a run needs 1 CPU, 1 GPU of one node, and the cluster has" in said
+    assert "a run needs 1 CPU, 1 GPU of one node, and no node has them" in said
 
 
 def test_a_node_of_another_version_is_refused_by_name(monkeypatch):
