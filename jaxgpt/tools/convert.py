@@ -9,7 +9,7 @@ import re
 import shlex
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from string import Template
 
@@ -301,27 +301,25 @@ def _write_json(path: Path, values: Json) -> None:
     write_whole(path, render_json(values, indent=2, ensure_ascii=False) + "\n")
 
 
-def _list_facts(run: Run) -> list[str]:
-    """Return what is known of the training of a run."""
+def _list_facts(run: Run) -> Iterator[str]:
+    """Yield what is known of the training of a run."""
     experiment, metadata = run.experiment, run.metadata
     if metadata.imported:
-        return [f"The weights of `{_hide_folders(str(metadata.imported.get('from')))}`, unchanged"]
+        yield f"The weights of `{_hide_folders(str(metadata.imported.get('from')))}`, unchanged"
+        return
     train, data = experiment.train, experiment.data
     seen = run.step * train.batch_size * experiment.model.block_size
-    facts = [
-        f"Text: {', '.join(Path(part).name for part in (data.path or data.corpus).split(','))}",
-        f"Training: step {run.step:,} of {train.steps:,}, {seen:,} tokens seen, on {metadata.device}",
-    ]
+    yield f"Text: {', '.join(Path(part).name for part in (data.path or data.corpus).split(','))}"
+    yield f"Training: step {run.step:,} of {train.steps:,}, {seen:,} tokens seen, on {metadata.device}"
     if train.init_from is not None:
         adapted = f", by adapters of rank {experiment.lora.rank}" if experiment.lora.rank else ""
-        facts.append(f"Starting from `{_hide_folders(train.init_from)}`{adapted}")
+        yield f"Starting from `{_hide_folders(train.init_from)}`{adapted}"
     if metadata.data.get("train_sha256"):
-        facts.append(f"SHA-256 of the text: `{metadata.data['train_sha256']}`")
+        yield f"SHA-256 of the text: `{metadata.data['train_sha256']}`"
     if run.val_loss is not None:
-        facts.append(f"Validation loss: {run.val_loss:.4f} {experiment.objective.unit}")
+        yield f"Validation loss: {run.val_loss:.4f} {experiment.objective.unit}"
     if metadata.command is not None:
-        facts.append(f"Command: `{_hide_folders(*shlex.split(metadata.command))}`")
-    return facts
+        yield f"Command: `{_hide_folders(*shlex.split(metadata.command))}`"
 
 
 def _hide_folders(*words: str) -> str:

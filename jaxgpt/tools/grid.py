@@ -40,10 +40,10 @@ GridRun = tuple[str, Experiment, Path]  # name, experiment and directory of a ru
 class Curve:
     """Validation losses of one run in nats per token, and when they were measured. Empty if the run has none."""
 
-    tokens: list[int] = dataclasses.field(default_factory=list)  # tokens trained on at each measurement
+    tokens: Sequence[int] = ()  # tokens trained on at each measurement
     # time of the steps, without compilation and validation, which take longer in the first run of a variant
-    seconds: list[float] = dataclasses.field(default_factory=list)
-    losses: list[float] = dataclasses.field(default_factory=list)  # losses in nats per token
+    seconds: Sequence[float] = ()
+    losses: Sequence[float] = ()  # losses in nats per token
     failure: str = ""  # why there are none: "diverged", or the error that ended the run
     device: str = ""  # what the run was started on
 
@@ -196,6 +196,11 @@ def read_curve(directory: Path, experiment: Experiment) -> Curve:
     seconds = np.interp(at, [0.0, *steps], [0.0, *elapsed]).tolist()
     tokens, losses = [step * per_step for step in at], [loss for _, loss in validated]
     return Curve(tokens=tokens, seconds=seconds, losses=losses)
+
+
+def cell(x: float | None, form: str) -> str:
+    """Return a number in a table, nothing for None. form: such as {:.4f}."""
+    return "" if x is None else form.format(x)
 
 
 def format_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

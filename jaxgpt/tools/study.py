@@ -24,7 +24,7 @@ from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import describe_data_changes
 from jaxgpt.statistics import CONFIDENCE, count_pairs_needed, holm_levels, mean_interval, paired_p_values
 from jaxgpt.tools.executor import Workers, open_executor
-from jaxgpt.tools.grid import Curve, finite_losses, format_table, train_grid, write_result
+from jaxgpt.tools.grid import Curve, cell, finite_losses, format_table, train_grid, write_result
 
 STUDY = "study.json"  # the result, next to the directories of the variants: the same whatever trains them
 SECONDS = "study-seconds.json"  # what depends on the machine: the comparison at equal seconds, and the devices
@@ -78,16 +78,15 @@ class Study:
         head.append(f"seeds to see {DETECT}")
         parts, tests = [], 0
         for axis, unit, table in (("tokens", "tokens", self.tokens), ("seconds", "s", self.seconds)):
-            at = f"{_format_count(table.at)} {unit}"
+            at = f"{table.at:,.0f} {unit}" if table.at >= 100 else f"{table.at:.3g} {unit}"
             if not table.rows:
                 parts.append(f"at equal {axis}: not all runs were validated within {at}, the length of the shortest")
                 continue
             cells = []
             for row in table.rows:
-                difference = "" if row.difference is None else f"{row.difference:+.4f}"
-                difference += "" if row.margin is None else f" ± {row.margin:.4f}"
-                mean, deviation = ("" if x is None else f"{x:.4f}" for x in (row.mean, row.deviation))
-                needed = "" if row.seeds_needed is None else _format_count(row.seeds_needed)
+                mean, deviation = cell(row.mean, "{:.4f}"), cell(row.deviation, "{:.4f}")
+                difference = cell(row.difference, "{:+.4f}") + cell(row.margin, " ± {:.4f}")
+                needed = cell(row.seeds_needed, "{:,}")
                 cells.append([row.variant, mean, deviation, difference, row.verdict, needed])
                 tests += row.p_value is not None
             parts += [
@@ -104,10 +103,6 @@ class Study:
                 f"Devices of different kinds took part, which round sums differently: {', '.join(self.devices)}"
             )
         return "\n\n".join(parts)
-
-
-def _format_count(x: float) -> str:
-    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
 def run_study(
