@@ -71,13 +71,11 @@ def score_prompt(
     """Return the log-probability of each token of a prompt, and of the `top` most probable tokens in its place.
 
     These are below `vocab_size`. There is one program for each of `prompt_widths`, so that all can be compiled in
-    advance. Raises `UserError` for more than block_size + 1 ids, and for ids that the model does not have.
+    advance. Windows and errors: see `score`.
     """
-    row, known = check_ids(model, ids, "the prompt"), known_ids(model, vocab_size)
-    if len(row) > model.config.block_size + 1:
-        raise UserError(f"the prompt has {len(row)} tokens: needs at most {model.config.block_size + 1}")
-    ((logprobs, _, best_TK, top_TK),) = _score_windows(model, params, [row.tolist()], [1], 1, min(top, known), known)
-    return PromptScores(logprobs.tolist(), [[], *pair_up(best_TK, top_TK)[1:]][: len(row)])
+    known = known_ids(model, vocab_size)
+    ((logprobs, _, best_TK, top_TK),) = _score_windows(model, params, [ids], [1], 1, min(top, known), known)
+    return PromptScores(logprobs.tolist(), [[], *pair_up(best_TK, top_TK)[1:]][: len(ids)])
 
 
 def pair_up(ids_TK: np.ndarray, logprobs_TK: np.ndarray) -> list[list[tuple[int, float]]]:

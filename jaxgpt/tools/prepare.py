@@ -190,14 +190,12 @@ def find_sources(names: Iterable[str]) -> dict[str, int]:
         else:
             kept = map(Path, glob.glob(name, recursive=True))
             is_dataset = bool(re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name, re.ASCII)) and not KIND.fullmatch(name)
-        files = sorted(f for f in kept if f.is_file() and (KIND.fullmatch(f.name) or not path.is_dir()))
+        files = sorted(f for f in kept if f.is_file() and KIND.fullmatch(f.name))
         if is_dataset and not files:
             found[name if name.startswith("hf:") else f"hf:{name}"] = 0
         elif not files:
             raise UserError(f"nothing to read at {name}: {TAKES}")
         for file in files:
-            if not KIND.fullmatch(file.name):
-                raise UserError(f"{file} has no name of a kind of text: {TAKES}")
             with open_file(file) as f:
                 found[str(file)] = f.seek(0, 2)
     if not any(size or name.startswith("hf:") for name, size in found.items()):

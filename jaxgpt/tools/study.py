@@ -29,10 +29,8 @@ from jaxgpt.tools.grid import Curve, cell, finite_losses, format_table, train_gr
 STUDY = "study.json"  # the result, next to the directories of the variants: the same whatever trains them
 SECONDS = "study-seconds.json"  # what depends on the machine: the comparison at equal seconds, and the devices
 # Fields that determine the validation data.
-METRIC = (
-    *("data.corpus", "data.path", "data.val_fraction", "train.eval_tokens"),
-    *("data.tokenizer", "data.bpe_vocab_size"),
-)
+METRIC = """data.corpus data.path data.val_fraction train.eval_tokens
+    data.tokenizer data.bpe_vocab_size""".split()
 DISAGREEMENT = 0.1  # nats per token, and fraction: seeds with losses that differ by more than both have no average
 DETECT = 0.01  # the difference of validation losses that `seeds_needed` seeds find
 
