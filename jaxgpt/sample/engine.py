@@ -131,7 +131,7 @@ class Engine:
         )
         self._prefixes = programs.PrefixStore(prefix_bytes if programs.is_columns(self._scratch) else 0)
         self._slots: list[_Slot | None] = [None] * slots
-        self._cached = [0] * slots  # tokens of each prompt with keys and values that were not computed again
+        self.cached_tokens = [0] * slots  # those of the last prompt in each slot that were not read again
         self._waiting: collections.deque[_Slot] = collections.deque()
 
     @property
@@ -139,18 +139,8 @@ class Engine:
         """Return the number of free slots."""
         return self._slots.count(None)
 
-    @property
-    def is_idle(self) -> bool:
-        """Return whether all slots are free."""
-        return self.num_free == self.slots
-
-    def cached_tokens(self, slot: int) -> int:
-        """Return how many tokens of the last prompt in a slot were not read again."""
-        return self._cached[slot]
-
     def warm_up(self, begin: Callable[[str], None] = lambda program: None) -> None:
-        """Compile all that requests can need. begin: is called with the name of each program, before that is compiled."""
-        assert self.is_idle, "requests are running"
+        """Compile all that requests can need, before the first one. begin: is given each program's name, before that."""
         prompt = [0] * min(self._chunk + 1, self.model.config.block_size)
         for size in [*self._sizes, 1]:  # the last restores the chunk of the first, and gives up rows
             begin(f"the decoding of {size} rows" if size > 1 else "the decoding of one row")
@@ -179,7 +169,7 @@ class Engine:
         constraint = None if request.grammar is None else request.grammar.start()
         slot = self._slots.index(None)
         found = self._slots[slot] = _Slot(slot, request, list(request.prompt), left, constraint=constraint)
-        self._cached[slot] = 0
+        self.cached_tokens[slot] = 0
         self._waiting.append(found)
         return slot
 
@@ -286,7 +276,7 @@ class Engine:
                     return
                 break
             self._scratch = restored
-            self._cached[found.number] += size
+            self.cached_tokens[found.number] += size
         found.chunks = None
         self._waiting.popleft()
         # The values of the slot are NumPy's: they go to the device with the call.

@@ -180,4 +180,4 @@ class Scheduler:
             row = self.running[piece.slot]
             if piece.finish is not None:
                 del self.running[piece.slot]
-            row.deliver(Update(row, piece, self._engine.cached_tokens(piece.slot)))
+            row.deliver(Update(row, piece, self._engine.cached_tokens[piece.slot]))

@@ -118,7 +118,6 @@ class AuditResult:
     elsewhere: list[str]  # how the place where the run was started differs from here: the last bits may differ
     findings: list[str]  # what differs from what was written, by how much
     accepted: bool  # nothing differs
-    is_whole: bool  # every step was repeated
 
     def __str__(self) -> str:
         exact = f"within {self.tolerance:g}" if self.tolerance else "bit for bit"
@@ -196,7 +195,6 @@ def audit(
         elsewhere=[f"{name} {there.get(name)}, here {x}" for name, x in here.items() if there.get(name) != x],
         findings=findings,
         accepted=not findings,
-        is_whole=retaken == total,
     )
 
 
