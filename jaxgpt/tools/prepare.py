@@ -132,14 +132,11 @@ def prepare(
 
 def describe(place: Path, index: Json) -> Result:
     """Return the folder and the index of complete shards."""
-    said, shards = [], []
+    said = []
     for split, name in zip(SPLITS, ("training", "validation"), strict=True):
         shards = [shard for shard in index["shards"] if shard["file"].startswith(split)]
         tokens, documents = (sum(shard[key] for shard in shards) for key in ("tokens", "documents"))
         said.append(f"{tokens:,} {name} tokens of {documents:,} documents (shards: {len(shards):,})")
-    if not shards:  # of validation, which is last
-        share = index["arguments"]["val_fraction"]
-        said.append(f"no document is held out by val_fraction={share}, so training holds out the last tokens")
     next_line = shell_line("jaxgpt", "train", "--data.path", place)
     return Result({"place": str(place), "index": index}, f"{place}: {'; '.join(said)}\nnext: {next_line}")
 
