@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import hashlib
 import re
-import shlex
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxgpt.data.conversations import find_end_of_turn
 from jaxgpt.data.template import ETX, ChatTemplate, Jinja, Turns, read_object, write_template
 from jaxgpt.data.tokenizer import fingerprint
-from jaxgpt.errors import UserError, shell_line
+from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import Json, Say, cache_directory, is_there, render_json, write_whole
 from jaxgpt.gguf.file import FAMILIES, open_gguf, parse_dtype, to_gguf, write_gguf
@@ -318,10 +317,8 @@ def _list_facts(run: Run) -> Iterator[str]:
         yield f"SHA-256 of the text: `{metadata.data['train_sha256']}`"
     if run.val_loss is not None:
         yield f"Validation loss: {run.val_loss:.4f} {experiment.objective.unit}"
-    if metadata.command is not None:
-        yield f"Command: `{_hide_folders(*shlex.split(metadata.command))}`"
 
 
-def _hide_folders(*words: str) -> str:
-    """Return words of a command line, with absolute paths cut to their last names, since a model card is published."""
-    return shell_line(*(re.sub(r"(^|=)(~|\w:)?[/\\].*[/\\](?=.)", r"\1", word) for word in words))
+def _hide_folders(name: str) -> str:
+    """Return the last name of a path, since a model card is published, and an id on the Hub as it is."""
+    return name if HUB_ID.fullmatch(name) else Path(name).name
