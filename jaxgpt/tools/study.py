@@ -250,19 +250,18 @@ def compare_losses(
                 family[table, name] = x - np.array(losses[first], np.float64)
     several = [x for x in family.values() if len(x) > 1]  # all or none, since all have the same seeds
     p_values = dict(zip(family, paired_p_values(several) if several else np.ones(len(family)), strict=True))
-    levels: dict[tuple[str, str], float] = {}
     for table in tables:
         mine = [key for key in family if key[0] == table]
         share = (1 - CONFIDENCE) / len(tables)
-        levels |= zip(mine, holm_levels([p_values[key] for key in mine], share), strict=True)
-    for key, x in family.items():
-        row, p, level = rows[key], p_values[key], levels[key]
-        row.difference, row.verdict = float(x.mean()), "one seed: no interval"
-        if several:
-            row.margin = float(mean_interval(x, 1 - level).margin)
-            row.p_value, row.level = float(p), float(level)
-            row.seeds_needed = count_pairs_needed(x.std(ddof=1), DETECT, level=(1 - CONFIDENCE) / len(family))
-            row.verdict = "no more than noise" if p > level else "better" if row.difference < 0 else "worse"
+        levels = holm_levels([p_values[key] for key in mine], share)
+        for key, level in zip(mine, levels, strict=True):
+            row, x, p = rows[key], family[key], p_values[key]
+            row.difference, row.verdict = float(x.mean()), "one seed: no interval"
+            if several:
+                row.margin = float(mean_interval(x, 1 - level).margin)
+                row.p_value, row.level = float(p), float(level)
+                row.seeds_needed = count_pairs_needed(x.std(ddof=1), DETECT, level=(1 - CONFIDENCE) / len(family))
+                row.verdict = "no more than noise" if p > level else "better" if row.difference < 0 else "worse"
     return {table: [rows[table, name] for name in losses] for table, losses in tables.items()}
 
 

@@ -64,12 +64,13 @@ def parse_axes(texts: Sequence[str], experiment: Experiment) -> list[Axis]:
         raise UserError("a sweep needs a field: --over optim.learning-rate=1e-4..1e-1")
     hints = {}
     for section in VARIABLE:
-        found = field_hints(type(getattr(experiment, section)))
-        hints |= {f"{section}.{name}": hint for name, hint in found.items() if tuple not in plain_types(hint)}
+        for name, hint in field_hints(type(getattr(experiment, section))).items():
+            if f"{section}.{name}" not in FIXED and tuple not in plain_types(hint):
+                hints[f"{section}.{name}"] = hint
     axes = []
     for text in texts:
         try:
-            axes.append(_parse_axis(text, {field: hint for field, hint in hints.items() if field not in FIXED}))
+            axes.append(_parse_axis(text, hints))
         except UserError as e:
             raise UserError(f"--over {text}: {e}") from None
     fields = [axis.field for axis in axes]
