@@ -177,7 +177,7 @@ class Engine:
         """Free a slot."""
         self._waiting = collections.deque(found for found in self._waiting if found.number != slot)
         found, self._slots[slot] = self._slots[slot], None
-        if found is not None and found in self._rows:
+        if found in self._rows:
             row = self._rows.index(found)
             self._state, self._rows[row] = programs.release(self._state, np.int32(row)), None
 
