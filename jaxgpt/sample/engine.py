@@ -77,6 +77,7 @@ class _Slot:
     left: int  # tokens still to draw
     first: int = 0  # the token at position 0
     constraint: Grammar | None = None
+    chunks: Iterator[programs.Chunk] | None = None  # what is left to read of the prompt, once that has begun
 
 
 class Engine:
@@ -100,7 +101,7 @@ class Engine:
         """Allocate the state.
 
         Args:
-            model, params: a GPT and its parameters. See `for_decoding`.
+            model, params: a GPT and its parameters, as `for_decoding` returns them or at least without stacked layers.
             slots: requests that are decoded together.
             vocab_size: ids from this number on are never drawn. None means that all may be drawn.
             cache_dtype: the dtype of keys and values. None means the model's.
@@ -130,27 +131,16 @@ class Engine:
         )
         self._prefixes = programs.PrefixStore(prefix_bytes if programs.is_columns(self._scratch) else 0)
         self._slots: list[_Slot | None] = [None] * slots
-        self._cached = [0] * slots  # tokens of each prompt with keys and values that were not computed again
+        self.cached_tokens = [0] * slots  # those of the last prompt in each slot that were not read again
         self._waiting: collections.deque[_Slot] = collections.deque()
-        self._reading: Iterator[programs.Chunk] | None = None  # chunks of the first prompt that waits
 
     @property
     def num_free(self) -> int:
         """Return the number of free slots."""
         return self._slots.count(None)
 
-    @property
-    def is_idle(self) -> bool:
-        """Return whether all slots are free."""
-        return self.num_free == self.slots
-
-    def cached_tokens(self, slot: int) -> int:
-        """Return how many tokens of the last prompt in a slot were not read again."""
-        return self._cached[slot]
-
     def warm_up(self, begin: Callable[[str], None] = lambda program: None) -> None:
-        """Compile all that requests can need. begin: is called with the name of each program, before that is compiled."""
-        assert self.is_idle, "requests are running"
+        """Compile all that requests can need, before the first one. begin: is given each program's name, before that."""
         prompt = [0] * min(self._chunk + 1, self.model.config.block_size)
         for size in [*self._sizes, 1]:  # the last restores the chunk of the first, and gives up rows
             begin(f"the decoding of {size} rows" if size > 1 else "the decoding of one row")
@@ -179,17 +169,15 @@ class Engine:
         constraint = None if request.grammar is None else request.grammar.start()
         slot = self._slots.index(None)
         found = self._slots[slot] = _Slot(slot, request, list(request.prompt), left, constraint=constraint)
-        self._cached[slot] = 0
+        self.cached_tokens[slot] = 0
         self._waiting.append(found)
         return slot
 
     def cancel(self, slot: int) -> None:
         """Free a slot."""
-        if self._waiting and self._waiting[0].number == slot:
-            self._reading = None
         self._waiting = collections.deque(found for found in self._waiting if found.number != slot)
         found, self._slots[slot] = self._slots[slot], None
-        if found is not None and found in self._rows:
+        if found in self._rows:
             row = self._rows.index(found)
             self._state, self._rows[row] = programs.release(self._state, np.int32(row)), None
 
@@ -276,9 +264,9 @@ class Engine:
         """Read the next chunk of the first prompt that waits. After the last one, let its slot decode."""
         found = self._waiting[0]
         unread = found.tokens[found.first : -1]  # the last is read with the first draw
-        if self._reading is None:
-            self._reading = programs.split_chunks(unread, self._chunk)
-        for chunk in self._reading:
+        if found.chunks is None:
+            found.chunks = programs.split_chunks(unread, self._chunk)
+        for chunk in found.chunks:
             start, size = np.int32(chunk.start), chunk.tokens_1T.size
             length = np.int32(min(size, len(unread) - chunk.start))
             if (restored := self._prefixes.restore(self._scratch, chunk)) is None:
@@ -288,8 +276,8 @@ class Engine:
                     return
                 break
             self._scratch = restored
-            self._cached[found.number] += size
-        self._reading = None
+            self.cached_tokens[found.number] += size
+        found.chunks = None
         self._waiting.popleft()
         # The values of the slot are NumPy's: they go to the device with the call.
         request, number, seen_V = found.request, np.int32, np.zeros(self.vocab_size, np.int32)

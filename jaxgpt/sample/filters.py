@@ -44,15 +44,14 @@ class SamplingRows(flax.struct.PyTreeNode):
         """Return the rows of several `Sampling`, as NumPy's arrays: they go to the device with a call."""
         rows = []
         for s in samplings:
-            temperature, top_k = (
-                1.0 if s.is_greedy else s.temperature or 1.0,
-                min(s.top_k or LARGEST_SIZE, LARGEST_SIZE),
-            )
-            filters = (1.0 if s.top_p is None else s.top_p, s.min_p or 0.0)
-            penalties = (s.repetition_penalty or 1.0, s.frequency_penalty or 0.0, s.presence_penalty or 0.0)
-            biases = np.array([*s.logit_bias, *[(LARGEST_SIZE, 0.0)] * (MAX_BIASES - len(s.logit_bias))])
-            flags = (s.is_greedy, bool(s.logit_bias))
-            rows.append((temperature, top_k, *filters, *penalties, *flags, biases[:, 0], biases[:, 1]))
+            temperature = 1.0 if s.is_greedy else s.temperature or 1.0
+            top_k = min(s.top_k or LARGEST_SIZE, LARGEST_SIZE)
+            top_p = 1.0 if s.top_p is None else s.top_p
+            penalties = s.repetition_penalty or 1.0, s.frequency_penalty or 0.0, s.presence_penalty or 0.0
+            padding = [(LARGEST_SIZE, 0.0)] * (MAX_BIASES - len(s.logit_bias))
+            biases = zip(*s.logit_bias, *padding, strict=True)  # ids, and what is added to their logits
+            flags = s.is_greedy, bool(s.logit_bias)
+            rows.append((temperature, top_k, top_p, s.min_p or 0.0, *penalties, *flags, *biases))
         types = (np.float32, np.int32, *[np.float32] * 5, bool, bool, np.int32, np.float32)
         columns: Any = (np.array(column, dtype) for column, dtype in zip(zip(*rows, strict=True), types, strict=True))
         return SamplingRows(*columns)

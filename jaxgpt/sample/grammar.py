@@ -21,6 +21,7 @@ END = "<|end of the grammar|>"  # a token that no model has: where a mask allows
 # One space or none, as in compact JSON and in Python's: else a weak model writes spaces to the end.
 JSON = {"whitespace_pattern": "[ ]?"}
 LONGEST = 2**16  # characters of a grammar. The time to compile one may grow with the square: here it is seconds
+EXACT = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")  # keywords of `check_integers`
 PROBED = 4  # tokens by which an expression that grows without bounds is found out
 
 
@@ -129,21 +130,18 @@ def compile_grammar(
 
 
 def check_integers(schema: Any, name: str, at: str = "") -> None:
-    """Raise `UserError` for an integer in a schema that llguidance, which computes with float64, replaces by a wrong one.
+    """Raise `UserError` for an integer in a schema that llguidance, which computes with float64, could replace by another.
 
-    A bound that becomes narrower, as 2^64 - 1 does, is right. at: the keyword that the value belongs to.
+    The limits of 64 bits become narrower bounds, which are right. at: the keyword that the value belongs to.
     """
     if isinstance(schema, dict | list):
         pairs = schema.items() if isinstance(schema, dict) else [(at, value) for value in schema]
         for key, value in pairs:
             check_integers(value, name, at if at in ("const", "enum") else key)
-    elif type(schema) is int and abs(schema) >= 2**53:
-        step = {"exclusiveMinimum": 1, "exclusiveMaximum": -1}.get(at, 0)
-        read, wanted = int(float(max(-(2**64), min(schema, 2**64))) + step), schema + step
-        read = max(-(2**63), min(read, 2**63 - 1))
-        is_lower, is_upper = at in ("minimum", "exclusiveMinimum"), at in ("maximum", "exclusiveMaximum")
-        if (is_lower and read < wanted) or (is_upper and read > wanted) or (at in ("const", "enum") and read != wanted):
-            raise UserError(f"{name} has {at} {short(schema)}, to be read as {read}: needs integers below 2^53")
+    elif type(schema) is int and abs(schema) >= 2**53 and at in EXACT:
+        is_wide = schema >= 2**63 - 1 if at == "maximum" else at == "minimum" and schema <= -(2**63)
+        if not is_wide:
+            raise UserError(f"{name} has {at} {short(schema)}: needs integers below 2^53")
 
 
 @functools.lru_cache(maxsize=4)

@@ -27,7 +27,7 @@ from jaxgpt.layers.kernels.cached import LayerCache, put_tokens
 from jaxgpt.model import GPT, GPTConfig
 from jaxgpt.sample import Precision, Sampling
 from jaxgpt.sample.filters import SamplingRows, draw
-from jaxgpt.sample.quantize import apply_model, decode_module, unstack_layers
+from jaxgpt.sample.quantize import apply_model, decode_module
 
 LOG = logging.getLogger(__name__)
 Cache = Any  # linen's collection "cache", or the tokens of a model without one: see `allocate_cache`
@@ -121,7 +121,6 @@ def allocate_cache(model: GPT, params: dict, batch: int, columns: int, dtype: Pr
     """
     if not keeps_cache(model.config):
         return jnp.zeros((batch, 1, columns), jnp.int32)
-    model, params = unstack_layers(model, params)
     # On CPU attention takes the time of what it reads. Elsewhere one pass is faster than a loop.
     block = cache_columns(model, 1) if jax.default_backend() == "cpu" else columns
     block = columns if columns % block else block
@@ -257,7 +256,7 @@ def prefill(model: GPT, params: dict, cache: Cache, tokens_1T: ArrayLike, start:
     On CPU the blocks of a deep model are one program, called for each: a start of 30 layers then compiles for
     seconds less, and a chunk takes a quarter longer to read.
     """
-    has_equal_blocks = type(model) is GPT and not model.config.is_foreign and not model.config.scan_layers
+    has_equal_blocks = type(model) is GPT and not model.config.is_foreign
     if jax.default_backend() != "cpu" or not has_equal_blocks or model.config.n_layer < DEEP:
         return _prefill_at_once(model, params, cache, tokens_1T, start, length)
     x_1TD, positions_1T, segments_1T = _embed(model, params, tokens_1T, start, length)
@@ -303,12 +302,10 @@ def read(
     """Return (hidden states x_BTD, updated cache) of the next T tokens of each sequence.
 
     A token attends to itself and the block_size - 1 before it. Positions are consecutive in each row and below
-    block_size, except with rope and none, which have no limit. Stacked layers are unstacked first, since slices of
-    their parameters would be copied for each token.
+    block_size, except with rope and none, which have no limit.
 
     segments_BT: 0 for padding behind the tokens, which must not change a module's state, else 1. None means no padding.
     """
-    model, params = unstack_layers(model, params)
     if keeps_cache(model.config):
         how: Any = {"positions_BT": positions_BT, "segments_BT": segments_BT, "method": "hidden_states"}
         return decode_module(model, params, cache, tokens_BT, **how)
@@ -354,7 +351,6 @@ def decode(
 
     allowed_BW: a bit for each id that may be drawn, uint32.
     """
-    model, params = unstack_layers(model, params)
     B, V = state.rows.seen_BV.shape
     A = min(MAX_TOP, V)
     bits_BW32 = allowed_BW[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None] & 1
@@ -435,7 +431,6 @@ def decode_plain(
         # A slice would be copied outside of the CUDA graph that all else is.
         return cache, token_B, jnp.where(number_N1 == i, token_B[None], tokens_NB)
 
-    model, params = unstack_layers(model, params)
     rows, number_N1 = state.rows, jnp.arange(steps)[:, None]
     # XLA's norm of several rows is one kernel, of one row three.
     read_tokens = with_gpu_forms(read) if len(rows.left_B) == 1 else read

@@ -71,13 +71,11 @@ def score_prompt(
     """Return the log-probability of each token of a prompt, and of the `top` most probable tokens in its place.
 
     These are below `vocab_size`. There is one program for each of `prompt_widths`, so that all can be compiled in
-    advance. Raises `UserError` for more than block_size + 1 ids, and for ids that the model does not have.
+    advance. Windows and errors: see `score`.
     """
-    row, known = check_ids(model, ids, "the prompt"), known_ids(model, vocab_size)
-    if len(row) > model.config.block_size + 1:
-        raise UserError(f"the prompt has {len(row)} tokens: needs at most {model.config.block_size + 1}")
-    ((logprobs, _, best_TK, top_TK),) = _score_windows(model, params, [row.tolist()], [1], 1, min(top, known), known)
-    return PromptScores(logprobs.tolist(), [[], *pair_up(best_TK, top_TK)[1:]][: len(row)])
+    known = known_ids(model, vocab_size)
+    ((logprobs, _, best_TK, top_TK),) = _score_windows(model, params, [ids], [1], 1, min(top, known), known)
+    return PromptScores(logprobs.tolist(), [[], *pair_up(best_TK, top_TK)[1:]][: len(ids)])
 
 
 def pair_up(ids_TK: np.ndarray, logprobs_TK: np.ndarray) -> list[list[tuple[int, float]]]:
@@ -176,7 +174,7 @@ def _score_windows(
         scores = _logprobs(model, params, inputs_BT, targets_BT, wanted_BT.astype(bool), top, vocab_size)
         scores = jax.device_get(scores)
         for row, (length, number, start, new, _) in enumerate(batch):
-            for result, score_BT in zip(results[number], scores, strict=False):
+            for result, score_BT in zip(results[number], scores, strict=True):
                 result[new + 1 : start + length + 1] = score_BT[row, new - start : length]
     return results
 
@@ -200,14 +198,12 @@ def _logprobs(model, params, inputs_BT, targets_BT, wanted_BT, top=0, vocab_size
         logits_RV = apply_model(model, params, x_MD.at[at_R].get(mode="clip")[None], method="unembed")[0]
         chosen_R = jnp.take_along_axis(logits_RV, targets_R[:, None], axis=1)[:, 0]
         total_R = jax.nn.logsumexp(logits_RV, axis=1)
-        found = [chosen_R - total_R, logits_RV.argmax(axis=1) == targets_R]
-        if top:
-            best_RK, ids_RK = jax.lax.top_k(logits_RV[:, :vocab_size], top)
-            found += [ids_RK, best_RK - total_R[:, None]]
+        best_RK, ids_RK = jax.lax.top_k(logits_RV[:, :vocab_size], top)
+        is_greedy_R = logits_RV.argmax(axis=1) == targets_R
+        found = chosen_R - total_R, is_greedy_R, ids_RK, best_RK - total_R[:, None]
         return tuple(x.at[at_R].set(new, mode="drop") for x, new in zip(results, found, strict=True))
 
-    empty = [jnp.full(M, jnp.nan, jnp.float32), jnp.zeros(M, bool)]
-    if top:
-        empty += [jnp.zeros((M, top), jnp.int32), jnp.zeros((M, top), jnp.float32)]
-    results = jax.lax.fori_loop(0, -(-wanted_BT.sum() // R), score_rows, tuple(empty))
+    best = jnp.zeros((M, top), jnp.int32), jnp.zeros((M, top), jnp.float32)
+    empty = jnp.full(M, jnp.nan, jnp.float32), jnp.zeros(M, bool), *best
+    results = jax.lax.fori_loop(0, -(-wanted_BT.sum() // R), score_rows, empty)
     return tuple(x.reshape(B, T, *x.shape[1:]) for x in results)

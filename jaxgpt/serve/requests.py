@@ -172,12 +172,9 @@ def parse(kind: type[Fields], raw: bytes, temperature: float = 1.0) -> Fields:
     filters = FILTERS if hints.pop("sampling", None) else {}
     hints |= filters
     for name, value in body.items():
-        neutral = NEUTRAL.get(name, ())
-        is_neutral = any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral)
+        is_neutral = any(value == v and type(value) is type(v) for v in NEUTRAL.get(name, ()))
         if value is None or name in IGNORED or is_neutral:
             continue
-        if neutral and name not in hints:
-            raise RequestError(f"{name} is not supported: leave it out", param=name, code="unsupported_parameter")
         if name not in hints:
             message = f"unknown parameter {short(name)}{suggest(name, hints)}: see the documentation for all"
             raise RequestError(message, param=name[:80], code="unknown_parameter")

@@ -62,13 +62,10 @@ class Update(NamedTuple):
     prompt: PromptScores | None = None  # in the first update of a scored row
 
 
-Score = Callable[[Sequence[int]], PromptScores]  # the log-probabilities of a prompt
-
-
 class Scheduler:
     """Decode the rows of many requests in the slots of one engine."""
 
-    def __init__(self, engine: Engine, score: Score, *, queue: int, log: Say):
+    def __init__(self, engine: Engine, score: Callable[[Sequence[int]], PromptScores], *, queue: int, log: Say):
         """Start the thread. queue: most rows that wait for a slot. log: prints a line."""
         self._engine, self._score, self._limit, self._log = engine, score, queue, log
         self.waiting: collections.deque[Row] = collections.deque()  # rows without a slot
@@ -180,4 +177,4 @@ class Scheduler:
             row = self.running[piece.slot]
             if piece.finish is not None:
                 del self.running[piece.slot]
-            row.deliver(Update(row, piece, self._engine.cached_tokens(piece.slot)))
+            row.deliver(Update(row, piece, self._engine.cached_tokens[piece.slot]))

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from importlib import resources
 from typing import Any, Literal
 from urllib.parse import quote
 
@@ -203,10 +202,7 @@ def _explain(request: Request, error: Exception) -> Response:
 
 def playground_page() -> tuple[str, str]:
     """Return the page as HTML, and its Content-Security-Policy, which allows requests only to its own server."""
-    html, own, program = (
-        resources.files("jaxgpt.serve").joinpath(f"playground.{kind}").read_text(encoding="utf-8")
-        for kind in ("html", "css", "js")
-    )
+    html, own, program = (read_asset(f"playground.{kind}", "jaxgpt.serve") for kind in ("html", "css", "js"))
     style, program = read_asset("page.css"), read_asset("page.js") + program
     for mark, text in (("/*page.css*/", style), ("/*playground.css*/", own), ("/*playground.js*/", program)):
         html = html.replace(mark, text)

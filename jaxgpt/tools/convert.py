@@ -6,10 +6,9 @@ import contextlib
 import dataclasses
 import hashlib
 import re
-import shlex
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from string import Template
 
@@ -18,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxgpt.data.conversations import find_end_of_turn
 from jaxgpt.data.template import ETX, ChatTemplate, Jinja, Turns, read_object, write_template
 from jaxgpt.data.tokenizer import fingerprint
-from jaxgpt.errors import UserError, shell_line
+from jaxgpt.errors import UserError
 from jaxgpt.experiment import Experiment
 from jaxgpt.files import Json, Say, cache_directory, is_there, render_json, write_whole
 from jaxgpt.gguf.file import FAMILIES, open_gguf, parse_dtype, to_gguf, write_gguf
@@ -301,29 +300,25 @@ def _write_json(path: Path, values: Json) -> None:
     write_whole(path, render_json(values, indent=2, ensure_ascii=False) + "\n")
 
 
-def _list_facts(run: Run) -> list[str]:
-    """Return what is known of the training of a run."""
+def _list_facts(run: Run) -> Iterator[str]:
+    """Yield what is known of the training of a run."""
     experiment, metadata = run.experiment, run.metadata
     if metadata.imported:
-        return [f"The weights of `{_hide_folders(str(metadata.imported.get('from')))}`, unchanged"]
+        yield f"The weights of `{_hide_folders(str(metadata.imported.get('from')))}`, unchanged"
+        return
     train, data = experiment.train, experiment.data
     seen = run.step * train.batch_size * experiment.model.block_size
-    facts = [
-        f"Text: {', '.join(Path(part).name for part in (data.path or data.corpus).split(','))}",
-        f"Training: step {run.step:,} of {train.steps:,}, {seen:,} tokens seen, on {metadata.device}",
-    ]
+    yield f"Text: {', '.join(Path(part).name for part in (data.path or data.corpus).split(','))}"
+    yield f"Training: step {run.step:,} of {train.steps:,}, {seen:,} tokens seen, on {metadata.device}"
     if train.init_from is not None:
         adapted = f", by adapters of rank {experiment.lora.rank}" if experiment.lora.rank else ""
-        facts.append(f"Starting from `{_hide_folders(train.init_from)}`{adapted}")
+        yield f"Starting from `{_hide_folders(train.init_from)}`{adapted}"
     if metadata.data.get("train_sha256"):
-        facts.append(f"SHA-256 of the text: `{metadata.data['train_sha256']}`")
+        yield f"SHA-256 of the text: `{metadata.data['train_sha256']}`"
     if run.val_loss is not None:
-        facts.append(f"Validation loss: {run.val_loss:.4f} {experiment.objective.unit}")
-    if metadata.command is not None:
-        facts.append(f"Command: `{_hide_folders(*shlex.split(metadata.command))}`")
-    return facts
+        yield f"Validation loss: {run.val_loss:.4f} {experiment.objective.unit}"
 
 
-def _hide_folders(*words: str) -> str:
-    """Return words of a command line, with absolute paths cut to their last names, since a model card is published."""
-    return shell_line(*(re.sub(r"(^|=)(~|\w:)?[/\\].*[/\\](?=.)", r"\1", word) for word in words))
+def _hide_folders(name: str) -> str:
+    """Return the last name of a path, since a model card is published, and an id on the Hub as it is."""
+    return name if HUB_ID.fullmatch(name) else Path(name).name

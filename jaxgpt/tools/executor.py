@@ -174,16 +174,15 @@ class RayCluster:
             raise UserError(f"--on {workers.on} finds no Ray cluster to connect to: {first_line(e)}") from None
         needs = {"CPU": workers.cpus, "GPU": workers.gpus or 0, "TPU": workers.tpus}
         needs = {name: count for name, count in needs.items() if count}
-        how: dict[str, Any] = {"num_cpus": workers.cpus, "num_gpus": workers.gpus, "max_retries": RETRIES}
-        how["resources"] = {name: count for name, count in needs.items() if name == "TPU"}
-        self._task, self._here = ray.remote(**how)(_run_there), (os.getcwd(), _versions())
+        chips = {"TPU": workers.tpus} if workers.tpus else {}
+        how: dict[str, Any] = {"num_cpus": workers.cpus, "num_gpus": workers.gpus, "resources": chips}
+        self._task, self._here = ray.remote(**how, max_retries=RETRIES)(_run_there), (os.getcwd(), _versions())
         nodes = [node for node in ray.nodes() if node["Alive"]]
         self.size = sum(min(int(node["Resources"].get(x, 0) // n) for x, n in needs.items()) for node in nodes)
         try:
             if not self.size:
                 said = ", ".join(f"{n} {name}" for name, n in needs.items())
-                has = ", ".join(f"{ray.cluster_resources().get(name, 0):g} {name}" for name in needs)
-                raise UserError(f"a run needs {said} of one node, and the cluster has {has}: it could never start")
+                raise UserError(f"a run needs {said} of one node, and no node has them: it could never start")
             if address_of(place) is None:
                 self._check_nodes(nodes, place.absolute())
         except UserError:

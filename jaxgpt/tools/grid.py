@@ -12,7 +12,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, as_completed
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,10 @@ GridRun = tuple[str, Experiment, Path]  # name, experiment and directory of a ru
 class Curve:
     """Validation losses of one run in nats per token, and when they were measured. Empty if the run has none."""
 
-    tokens: list[int] = dataclasses.field(default_factory=list)  # tokens trained on at each measurement
+    tokens: Sequence[int] = ()  # tokens trained on at each measurement
     # time of the steps, without compilation and validation, which take longer in the first run of a variant
-    seconds: list[float] = dataclasses.field(default_factory=list)
-    losses: list[float] = dataclasses.field(default_factory=list)  # losses in nats per token
+    seconds: Sequence[float] = ()
+    losses: Sequence[float] = ()  # losses in nats per token
     failure: str = ""  # why there are none: "diverged", or the error that ended the run
     device: str = ""  # what the run was started on
 
@@ -56,7 +56,6 @@ class Curve:
 def train_grid(
     grid: Sequence[GridRun],
     say: Say,
-    fit_one: Callable[..., Any] = fit,
     executor: Executor | None = None,
     *,
     waits: bool = True,
@@ -67,7 +66,6 @@ def train_grid(
 
     Args:
         grid: the runs.
-        fit_one: trains a run as `jaxgpt.fit` does. An executor calls `jaxgpt.fit`.
         executor: trains several at once. None means one after another, here.
         waits: whether to wait for runs that other processes train.
 
@@ -80,21 +78,23 @@ def train_grid(
             check_same_configuration(read_metadata(directory), experiment)
     curves: dict[int, Curve] = {}
     passed_over: set[int] = set()
-    at_once, began = 1 if executor is None else executor.size, time.monotonic()
+    began = time.monotonic()
     while left := {number: run for number, run in enumerate(grid) if number not in curves}:
-        for number, done in train_here(left, fit_one) if executor is None else train_there(left, executor):
-            name, error = grid[number][0], done.exception()
-            if isinstance(error, HeldElsewhere):
+        for number, found in train_here(left) if executor is None else train_there(left, executor):
+            name = grid[number][0]
+            if isinstance(found, HeldElsewhere):
                 if number not in passed_over:
-                    say(f"{name}: passed over, {error}")
+                    say(f"{name}: passed over, {found}")
                 passed_over.add(number)
                 continue
-            if error is not None and not curves:
-                raise error
-            curve = curves[number] = done.result() if error is None else Curve(failure=first_line(error))
+            if isinstance(found, BaseException):
+                if not curves:
+                    raise found
+                found = Curve(failure=first_line(found))
+            curve = curves[number] = found
             ended = f"{curve.losses[-1]:.4f} after {curve.seconds[-1]:.1f} s" if curve.losses else curve.failure
-            progress = format_progress(curves.values(), len(grid), at_once, time.monotonic() - began)
-            say(f"{name}: {ended} {progress}")
+            progress = format_progress(curves.values(), len(grid), time.monotonic() - began)
+            say(f"{name}: {ended}; {progress}")
         held = len(grid) - len(curves)
         if held == len(left):  # nothing new: all that is left is held
             if not waits:
@@ -109,27 +109,26 @@ def finite_losses(losses: Iterable[float | None]) -> list[float]:
     return [loss for loss in losses if loss is not None and math.isfinite(loss)]
 
 
-def train_here(runs: dict[int, GridRun], fit_one: Callable[..., Any]) -> Iterator[tuple[int, Future[Curve]]]:
-    """Train runs one after another in this process, and yield the number and the curve of each."""
+def train_here(runs: dict[int, GridRun]) -> Iterator[tuple[int, Curve | Exception]]:
+    """Train runs one after another in this process, and yield the number of each, and its curve or why it failed."""
     for number, (_, experiment, directory) in runs.items():
-        done: Future[Curve] = Future()
         try:
-            done.set_result(train_or_resume(experiment, directory, fit_one))
+            found = train_or_resume(experiment, directory, fit)
         except Preempted as e:
             raise Preempted(f"{str(e).partition(' To continue')[0]} Run the same command to resume.") from None
         except Exception as e:
-            done.set_exception(e)
-        yield number, done
+            found = e
+        yield number, found
 
 
-def train_there(runs: dict[int, GridRun], executor: Executor) -> Iterator[tuple[int, Future[Curve]]]:
-    """Train runs by an executor, and yield the number and the curve of each as it ends."""
+def train_there(runs: dict[int, GridRun], executor: Executor) -> Iterator[tuple[int, Curve | BaseException]]:
+    """Train runs by an executor, and yield the same of each as it ends."""
     submitted = {
         executor.submit(train_unpacked, to_dict(experiment), own_code(experiment), directory): number
         for number, (_, experiment, directory) in runs.items()
     }
     for done in as_completed(submitted):
-        yield submitted[done], done
+        yield submitted[done], done.exception() or done.result()
 
 
 def train_unpacked(values: Json, files: Files, directory: Path) -> Curve:
@@ -140,13 +139,11 @@ def train_unpacked(values: Json, files: Files, directory: Path) -> Curve:
         raise HeldElsewhere(f"it was interrupted: {e}") from None
 
 
-def format_progress(curves: Collection[Curve], runs: int, at_once: int, seconds: float) -> str:
-    """Return a bar, the numbers of runs and the time left. seconds: since the first one began."""
+def format_progress(curves: Collection[Curve], runs: int, seconds: float) -> str:
+    """Return the numbers of runs and the time left. seconds: since the first one began."""
     done, failed = len(curves), sum(not curve.losses for curve in curves)
     minutes, rest = divmod(int(seconds / done * (runs - done)), 60)
-    bar = ("#" * (20 * done // runs)).ljust(20, "-")
-    running = min(runs - done, at_once)
-    return f"[{bar}] {done} of {runs} done, {running} running, {failed} failed, {minutes}:{rest:02d} left"
+    return f"{done} of {runs} done, {failed} failed, {minutes}:{rest:02d} left"
 
 
 def train_or_resume(experiment: Experiment, directory: Path, fit_one: Callable[..., Any]) -> Curve:
@@ -199,6 +196,11 @@ def read_curve(directory: Path, experiment: Experiment) -> Curve:
     seconds = np.interp(at, [0.0, *steps], [0.0, *elapsed]).tolist()
     tokens, losses = [step * per_step for step in at], [loss for _, loss in validated]
     return Curve(tokens=tokens, seconds=seconds, losses=losses)
+
+
+def cell(x: float | None, form: str) -> str:
+    """Return a number in a table, nothing for None. form: such as {:.4f}."""
+    return "" if x is None else form.format(x)
 
 
 def format_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

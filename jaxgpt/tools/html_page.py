@@ -53,8 +53,7 @@ def render_html(names: Sequence[str], data: Json, arrays: Arrays) -> str:
     style, program = read_asset("page.css"), "".join(read_asset(f"{name}.js") for name in ("page", "data", *names))
     policy = f"default-src 'none'; img-src data:; style-src '{hash_source(style)}'; script-src '{hash_source(program)}'"
     raw = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # A script element ends at the first "</script", even within a string.
-    safe = raw.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    safe = raw.replace("<", "\\u003c")  # a script element ends at the first "</script", even within a string
     return Template(read_asset("page.html")).substitute(
         generator=GENERATOR,
         policy=policy,
@@ -80,9 +79,9 @@ def round_numbers(values: Any, digits: int = 4) -> Any:
     return float(f"{values:.{digits}g}") if np.isfinite(values) else None
 
 
-def read_asset(name: str) -> str:
-    """Return the text of a file in the folder of this module."""
-    return resources.files("jaxgpt.tools").joinpath(name).read_text(encoding="utf-8")
+def read_asset(name: str, package: str = "jaxgpt.tools") -> str:
+    """Return the text of a file in the folder of this module, or of another package."""
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 def hash_source(text: str) -> str:

@@ -23,7 +23,7 @@ from jaxgpt.parallel import limits
 from jaxgpt.runs.bucket import TO_LIST, Bucket, address_of
 from jaxgpt.runs.directory import RunMetadata, is_training, read_metadata
 from jaxgpt.runs.metrics import finite_values, parse_metrics
-from jaxgpt.tools.grid import format_table
+from jaxgpt.tools.grid import cell, format_table
 
 LARGEST_FIRST = ("size", "tokens", "speed", "date")
 
@@ -150,17 +150,16 @@ def format_rows(rows: Sequence[Row]) -> str:
     table = []
     for row in rows:
         reached = f" {row.step}/{row.steps}" if row.status in ("training", "interrupted", "diverged") else ""
-        loss = "" if row.loss is None else f"{row.loss:.4f}"
-        speed = "" if row.speed is None else f"{row.speed:,.0f}"
-        cells = [row.name, _shorten(row.size), _shorten(row.tokens), loss, speed, (row.date or "")[:10]]
+        measured = cell(row.loss, "{:.4f}"), cell(row.speed, "{:,.0f}")
+        cells = [row.name, _shorten(row.size), _shorten(row.tokens), *measured, (row.date or "")[:10]]
         cells.append(row.problem or row.status + reached)
-        table.append([cell if cell.isprintable() else repr(cell) for cell in cells])
+        table.append([text if text.isprintable() else repr(text) for text in cells])
     return format_table(["run", "size", "tokens", "loss", "tokens/s", "date", "status"], table)
 
 
 def _shorten(number: int | None) -> str:
     """Return a count with four digits: 9,999 as it is, 124.4M."""
     if number is None or number < 10_000:
-        return "" if number is None else f"{number:,}"
+        return cell(number, "{:,}")
     factor, name = next((factor, name) for factor, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if factor <= number)
     return f"{number / factor:.4g}{name}"

@@ -116,7 +116,7 @@ def prepare(
         chosen = chosen or load_tokenizer(place / "tokenizer.json")
         with open_executor(workers, place) as executor:
             assert executor is not None
-            encoded = encode_sources(index, chosen, place / "tokenizer.json", executor, say)
+            encoded = encode_sources(index, place / "tokenizer.json", executor, say)
             with contextlib.closing(encoded):
                 write_shards(place, index, chosen, encoded, find_end(chosen))
     except KeyboardInterrupt:
@@ -132,14 +132,11 @@ def prepare(
 
 def describe(place: Path, index: Json) -> Result:
     """Return the folder and the index of complete shards."""
-    said, shards = [], []
+    said = []
     for split, name in zip(SPLITS, ("training", "validation"), strict=True):
         shards = [shard for shard in index["shards"] if shard["file"].startswith(split)]
         tokens, documents = (sum(shard[key] for shard in shards) for key in ("tokens", "documents"))
         said.append(f"{tokens:,} {name} tokens of {documents:,} documents (shards: {len(shards):,})")
-    if not shards:  # of validation, which is last
-        share = index["arguments"]["val_fraction"]
-        said.append(f"no document is held out by val_fraction={share}, so training holds out the last tokens")
     next_line = shell_line("jaxgpt", "train", "--data.path", place)
     return Result({"place": str(place), "index": index}, f"{place}: {'; '.join(said)}\nnext: {next_line}")
 
@@ -177,34 +174,6 @@ def check_files(place: Path, index: Json) -> None:
         check_shards(place, index["shards"], found)
 
 
-def encode_sources(
-    index: Json, tokenizer: Tokenizer, file: Path, executor: Executor, say: Say
-) -> Generator[tuple[dict[str, np.ndarray], list[int]]]:
-    """Yield the tokens of the sources from the index's position on, each batch with the position after it.
-
-    The bytes and characters of each split are counted in the index, in which the end of a document is a newline.
-    """
-    given, names = index["arguments"], [*index["bytes"]]
-    done, said = 0, time.monotonic()
-    pieces = read_pieces(names, given["column"], given["val_fraction"], index["at"])
-    with contextlib.closing(encode_all(pieces, file, executor)) as encoded:
-        for batch, tokens in encoded:
-            for piece in batch:
-                done += piece.size
-                counts = index["text"][piece.split]
-                counts["bytes"] += piece.size + piece.is_last
-                counts["characters"] += len(piece.text) + piece.is_last
-            following = batch[-1].following
-            if time.monotonic() - said > SAY_EVERY:
-                said = time.monotonic()
-                say(f"{done / 1e6:,.0f} MB of text; source {following[0] + 1:,} of {len(names):,}")
-            yield tokens, following
-    if not index["text"]["train"]["bytes"]:
-        wrong = "there is no text" if index["at"] == START else f"val_fraction={given['val_fraction']} holds all out"
-        index["at"] = START
-        raise UserError(f"{', '.join(names)[:200]}: {wrong}: give more text")
-
-
 # Sources.
 
 
@@ -218,14 +187,12 @@ def find_sources(names: Iterable[str]) -> dict[str, int]:
         else:
             kept = map(Path, glob.glob(name, recursive=True))
             is_dataset = bool(re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name, re.ASCII)) and not KIND.fullmatch(name)
-        files = sorted(f for f in kept if f.is_file() and (KIND.fullmatch(f.name) or not path.is_dir()))
+        files = sorted(f for f in kept if f.is_file() and KIND.fullmatch(f.name))
         if is_dataset and not files:
             found[name if name.startswith("hf:") else f"hf:{name}"] = 0
         elif not files:
             raise UserError(f"nothing to read at {name}: {TAKES}")
         for file in files:
-            if not KIND.fullmatch(file.name):
-                raise UserError(f"{file} has no name of a kind of text: {TAKES}")
             with open_file(file) as f:
                 found[str(file)] = f.seek(0, 2)
     if not any(size or name.startswith("hf:") for name, size in found.items()):
@@ -388,21 +355,48 @@ def encode_batch(file: Path, batch: list[Piece]) -> dict[str, np.ndarray]:
     return {split: np.concatenate(part).astype(token_dtype(tokenizer.vocab_size)) for split, part in parts.items()}
 
 
-def encode_all(
-    pieces: Iterable[Piece], file: Path, executor: Executor
-) -> Generator[tuple[list[Piece], dict[str, np.ndarray]]]:
-    """Yield (pieces, tokens of each split) of batches in order.
+def encode_sources(
+    index: Json, file: Path, executor: Executor, say: Say
+) -> Generator[tuple[dict[str, np.ndarray], list[int]]]:
+    """Yield the tokens of the sources from the index's position on, each batch with the position after it.
 
+    The bytes and characters of each split are counted in the index, in which the end of a document is a newline.
     file: the tokenizer's, from which each process loads it.
     """
-    waiting, batch, size = deque[tuple[list[Piece], Future]](), [], 0
-    for piece in itertools.chain(pieces, [None]):
-        if piece is not None:
-            batch.append(piece)
-            size += piece.size
-        if batch and (piece is None or size + 256 * len(batch) > PIECE):  # a million short texts are too many
+    given, names = index["arguments"], [*index["bytes"]]
+    done, said = 0, time.monotonic()
+    waiting = deque[tuple[list[Piece], Future]]()
+    pieces = read_pieces(names, given["column"], given["val_fraction"], index["at"])
+    for batch in itertools.chain(join_pieces(pieces), [None]):
+        if batch is not None:
             waiting.append((batch, executor.submit(encode_batch, file.absolute(), batch)))
+        while waiting and (batch is None or len(waiting) > 2 * executor.size):
+            encoded, future = waiting.popleft()
+            tokens = future.result()
+            for piece in encoded:
+                done += piece.size
+                counts = index["text"][piece.split]
+                counts["bytes"] += piece.size + piece.is_last
+                counts["characters"] += len(piece.text) + piece.is_last
+            following = encoded[-1].following
+            if time.monotonic() - said > SAY_EVERY:
+                said = time.monotonic()
+                say(f"{done / 1e6:,.0f} MB of text; source {following[0] + 1:,} of {len(names):,}")
+            yield tokens, following
+    if not index["text"]["train"]["bytes"]:
+        wrong = "there is no text" if index["at"] == START else f"val_fraction={given['val_fraction']} holds all out"
+        index["at"] = START
+        raise UserError(f"{', '.join(names)[:200]}: {wrong}: give more text")
+
+
+def join_pieces(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Yield batches of pieces."""
+    batch, size = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        size += piece.size
+        if size + 256 * len(batch) > PIECE:  # a million short texts are too many
+            yield batch
             batch, size = [], 0
-        while waiting and (piece is None or len(waiting) > 2 * executor.size):
-            done, future = waiting.popleft()
-            yield done, future.result()
+    if batch:
+        yield batch

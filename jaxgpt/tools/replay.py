@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import math
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -117,7 +118,6 @@ class AuditResult:
     elsewhere: list[str]  # how the place where the run was started differs from here: the last bits may differ
     findings: list[str]  # what differs from what was written, by how much
     accepted: bool  # nothing differs
-    is_whole: bool  # every step was repeated
 
     def __str__(self) -> str:
         exact = f"within {self.tolerance:g}" if self.tolerance else "bit for bit"
@@ -195,7 +195,6 @@ def audit(
         elsewhere=[f"{name} {there.get(name)}, here {x}" for name, x in here.items() if there.get(name) != x],
         findings=findings,
         accepted=not findings,
-        is_whole=retaken == total,
     )
 
 
@@ -254,9 +253,9 @@ def _draw_steps(claims: _Claims, limit: int, seed: int) -> dict[int, int]:
 
 def _retake(
     training: Training, metadata: RunMetadata, claims: _Claims, start: int, stop: int, tolerance: float
-) -> list[str]:
-    """Take the steps after `start` to `stop` again, and return what differs from what the run states of them."""
-    findings, experiment, total = [], training.experiment, metadata.experiment.train.steps
+) -> Iterator[str]:
+    """Take the steps after `start` to `stop` again, and yield what differs from what the run states of them."""
+    experiment, total = training.experiment, metadata.experiment.train.steps
     last = max((*claims.steps, *claims.validations, *claims.kept))
     state = training.restore_or_init(start)
     for step, taken, metrics in training.take_steps(state, start, stop):
@@ -267,22 +266,21 @@ def _retake(
         again["tokens"] = step * experiment.train.batch_size * experiment.model.block_size
         if line is None:
             if why is not None or step % due.log_every == 0 or step == total:
-                findings.append(f"step {step}: is not in the log")
+                yield f"step {step}: is not in the log"
         elif why is not None or "skipped" in line:
             claimed = line.get("skipped")
             if None in (why, claimed) or (why != claimed and not tolerance):
-                findings.append(f"step {step}: skipped is {claimed} in the run, {why} here")
+                yield f"step {step}: skipped is {claimed} in the run, {why} here"
         else:
             claimed = {name: value for name, value in line.items() if name not in ("step", *TIMES)}
-            findings += _compare(f"step {step}: ", claimed, again, tolerance)
+            yield from _compare(f"step {step}: ", claimed, again, tolerance)
         if step in claims.validations:
-            findings += _validate(training, claims, step, state, tolerance)
+            yield from _validate(training, claims, step, state, tolerance)
         elif (step % due.eval_every == 0 and not step == last < total) or step == total:  # where a signal ended it
-            findings.append(f"step {step}: its validation loss is not in the log")
+            yield f"step {step}: its validation loss is not in the log"
     if stop in claims.kept:
         kept = training.restore_or_init(stop)
-        findings += _compare(f"checkpoint {stop}: ", _name_arrays(kept), _name_arrays(state), tolerance)
-    return findings
+        yield from _compare(f"checkpoint {stop}: ", _name_arrays(kept), _name_arrays(state), tolerance)
 
 
 def _name_arrays(state: TrainState) -> dict[str, np.ndarray]:
@@ -290,7 +288,7 @@ def _name_arrays(state: TrainState) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x) for path, x in leaves}
 
 
-def _validate(training: Training, claims: _Claims, step: int, state: TrainState, tolerance: float) -> list[str]:
+def _validate(training: Training, claims: _Claims, step: int, state: TrainState, tolerance: float) -> Iterator[str]:
     """Measure the validation loss after a step, and compare it with the log's or the checkpoint's."""
     val_loss, val_losses = training.measure_val_loss(training.trainer.merged_params(state))
     line = claims.validations.get(step, {"val_loss": claims.kept.get(step)})
@@ -298,12 +296,11 @@ def _validate(training: Training, claims: _Claims, step: int, state: TrainState,
     return _compare(f"step {step}: ", claimed, {"val_loss": val_loss, **val_losses}, tolerance)
 
 
-def _compare(what: str, claimed: Json, again: Json, tolerance: float) -> list[str]:
-    """Return the names whose numbers or arrays differ, or which only one has. None stands for one that is not finite."""
-    findings = []
+def _compare(what: str, claimed: Json, again: Json, tolerance: float) -> Iterator[str]:
+    """Yield the names whose numbers or arrays differ, or which only one has. None stands for one that is not finite."""
     for name in sorted({*claimed, *again}):
         if name not in claimed or name not in again:
-            findings.append(f"{what}{name} is {'not ' * (name not in claimed)}in the log")
+            yield f"{what}{name} is {'not ' * (name not in claimed)}in the log"
             continue
         was, now = claimed[name], again[name]
         if was is None and not math.isfinite(now):
@@ -312,5 +309,4 @@ def _compare(what: str, claimed: Json, again: Json, tolerance: float) -> list[st
         distance = float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30))
         if not (np.array_equal(x, y, equal_nan=True) or distance <= tolerance):
             was, now = ("an array" if x.ndim else value for value in (was, now))
-            findings.append(f"{what}{name} is {was} in the run, {now} here, {distance:.1e} apart")
-    return findings
+            yield f"{what}{name} is {was} in the run, {now} here, {distance:.1e} apart"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -25,16 +24,13 @@ from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import describe_data_changes
 from jaxgpt.statistics import CONFIDENCE, count_pairs_needed, holm_levels, mean_interval, paired_p_values
 from jaxgpt.tools.executor import Workers, open_executor
-from jaxgpt.tools.grid import Curve, finite_losses, format_table, train_grid, write_result
-from jaxgpt.training import fit
+from jaxgpt.tools.grid import Curve, cell, finite_losses, format_table, train_grid, write_result
 
 STUDY = "study.json"  # the result, next to the directories of the variants: the same whatever trains them
 SECONDS = "study-seconds.json"  # what depends on the machine: the comparison at equal seconds, and the devices
 # Fields that determine the validation data.
-METRIC = (
-    *("data.corpus", "data.path", "data.val_fraction", "train.eval_tokens"),
-    *("data.tokenizer", "data.bpe_vocab_size"),
-)
+METRIC = """data.corpus data.path data.val_fraction train.eval_tokens
+    data.tokenizer data.bpe_vocab_size""".split()
 DISAGREEMENT = 0.1  # nats per token, and fraction: seeds with losses that differ by more than both have no average
 DETECT = 0.01  # the difference of validation losses that `seeds_needed` seeds find
 
@@ -80,16 +76,15 @@ class Study:
         head.append(f"seeds to see {DETECT}")
         parts, tests = [], 0
         for axis, unit, table in (("tokens", "tokens", self.tokens), ("seconds", "s", self.seconds)):
-            at = f"{_format_count(table.at)} {unit}"
+            at = f"{table.at:,.0f} {unit}" if table.at >= 100 else f"{table.at:.3g} {unit}"
             if not table.rows:
                 parts.append(f"at equal {axis}: not all runs were validated within {at}, the length of the shortest")
                 continue
             cells = []
             for row in table.rows:
-                difference = "" if row.difference is None else f"{row.difference:+.4f}"
-                difference += "" if row.margin is None else f" ± {row.margin:.4f}"
-                mean, deviation = ("" if x is None else f"{x:.4f}" for x in (row.mean, row.deviation))
-                needed = "" if row.seeds_needed is None else _format_count(row.seeds_needed)
+                mean, deviation = cell(row.mean, "{:.4f}"), cell(row.deviation, "{:.4f}")
+                difference = cell(row.difference, "{:+.4f}") + cell(row.margin, " ± {:.4f}")
+                needed = cell(row.seeds_needed, "{:,}")
                 cells.append([row.variant, mean, deviation, difference, row.verdict, needed])
                 tests += row.p_value is not None
             parts += [
@@ -108,17 +103,12 @@ class Study:
         return "\n\n".join(parts)
 
 
-def _format_count(x: float) -> str:
-    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
-
-
 def run_study(
     variants: Mapping[str, Experiment],
     directory: Path,
     *,
     seeds: int,
     say: Say = lambda text: None,
-    fit_one: Callable[..., Any] = fit,
     workers: Workers = Workers(),  # noqa: B008, it is frozen
 ) -> Study | None:
     """Train or resume every variant with seeds 0, 1, ... in subdirectories, compare them, and write `study.json`.
@@ -131,7 +121,6 @@ def run_study(
         variants: the experiments by name. The others are compared with the first.
         directory: directory of the study.
         seeds: number of runs per variant.
-        fit_one: trains a run as `jaxgpt.fit` does.
         workers: where the runs are trained. By default in this process, one after another.
 
     Raises:
@@ -152,7 +141,7 @@ def run_study(
     ]
     try:
         with open_executor(workers, directory) as executor:
-            curves = train_grid(grid, say, fit_one, executor, waits=False)
+            curves = train_grid(grid, say, executor, waits=False)
     except HeldElsewhere as e:
         say(str(e))
         return None
@@ -261,19 +250,18 @@ def compare_losses(
                 family[table, name] = x - np.array(losses[first], np.float64)
     several = [x for x in family.values() if len(x) > 1]  # all or none, since all have the same seeds
     p_values = dict(zip(family, paired_p_values(several) if several else np.ones(len(family)), strict=True))
-    levels: dict[tuple[str, str], float] = {}
     for table in tables:
         mine = [key for key in family if key[0] == table]
         share = (1 - CONFIDENCE) / len(tables)
-        levels |= zip(mine, holm_levels([p_values[key] for key in mine], share), strict=True)
-    for key, x in family.items():
-        row, p, level = rows[key], p_values[key], levels[key]
-        row.difference, row.verdict = float(x.mean()), "one seed: no interval"
-        if several:
-            row.margin = float(mean_interval(x, 1 - level).margin)
-            row.p_value, row.level = float(p), float(level)
-            row.seeds_needed = count_pairs_needed(x.std(ddof=1), DETECT, level=(1 - CONFIDENCE) / len(family))
-            row.verdict = "no more than noise" if p > level else "better" if row.difference < 0 else "worse"
+        levels = holm_levels([p_values[key] for key in mine], share)
+        for key, level in zip(mine, levels, strict=True):
+            row, x, p = rows[key], family[key], p_values[key]
+            row.difference, row.verdict = float(x.mean()), "one seed: no interval"
+            if several:
+                row.margin = float(mean_interval(x, 1 - level).margin)
+                row.p_value, row.level = float(p), float(level)
+                row.seeds_needed = count_pairs_needed(x.std(ddof=1), DETECT, level=(1 - CONFIDENCE) / len(family))
+                row.verdict = "no more than noise" if p > level else "better" if row.difference < 0 else "worse"
     return {table: [rows[table, name] for name in losses] for table, losses in tables.items()}
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from jaxgpt.runs.directory import RUNS, is_run
 from jaxgpt.statistics import mean_interval
 from jaxgpt.tools.executor import Workers, open_executor
 from jaxgpt.tools.grid import finite_losses, format_table, train_grid, write_result
-from jaxgpt.training import fit
 
 SWEEP = "sweep.json"  # the definition and the result
 SHARE = 3  # one point in three survives a round, and is then trained three times as long
@@ -65,12 +64,13 @@ def parse_axes(texts: Sequence[str], experiment: Experiment) -> list[Axis]:
         raise UserError("a sweep needs a field: --over optim.learning-rate=1e-4..1e-1")
     hints = {}
     for section in VARIABLE:
-        found = field_hints(type(getattr(experiment, section)))
-        hints |= {f"{section}.{name}": hint for name, hint in found.items() if tuple not in plain_types(hint)}
+        for name, hint in field_hints(type(getattr(experiment, section))).items():
+            if f"{section}.{name}" not in FIXED and tuple not in plain_types(hint):
+                hints[f"{section}.{name}"] = hint
     axes = []
     for text in texts:
         try:
-            axes.append(_parse_axis(text, {field: hint for field, hint in hints.items() if field not in FIXED}))
+            axes.append(_parse_axis(text, hints))
         except UserError as e:
             raise UserError(f"--over {text}: {e}") from None
     fields = [axis.field for axis in axes]
@@ -156,10 +156,8 @@ class SweepResult:
 
     def to_json(self) -> Json:
         """Return rounds and trials."""
-        return {
-            "rounds": [dataclasses.asdict(each) for each in self.rounds],
-            "trials": [dataclasses.asdict(trial) for trial in self.trials],
-        }
+        found = dataclasses.asdict(self)
+        return {"rounds": found["rounds"], "trials": found["trials"]}
 
     def __str__(self) -> str:
         steps = [f"{r.steps:,} steps" for r in self.rounds]
@@ -218,7 +216,6 @@ def sweep(
     run_dir: str | None = None,
     experiment: Experiment,
     say: Say = lambda text: None,
-    fit_one: Callable[..., Any] = fit,
     workers: Workers = Workers(),  # noqa: B008, it is frozen
 ) -> SweepResult:
     """Search for the best learning rate, or other values.
@@ -231,7 +228,6 @@ def sweep(
         seeds: full runs of each finalist
         run_dir: its directory, resumed if it exists, by default runs/sweeps/NAME
         experiment: its fields are options too
-        fit_one: trains a run as `jaxgpt.fit` does.
         workers: where the runs of a round are trained
 
     Raises:
@@ -260,7 +256,7 @@ def sweep(
                 name, place = f"steps-{current.steps}-seed-{run_seed}", directory / f"trial-{trial.trial:02}"
                 label = f"round {r + 1} of {len(rounds)}, trial {trial.trial}, {name}"
                 grid.append((label, planned[trial.trial, current.steps, run_seed], place / name))
-            losses = [curve.last for curve in train_grid(grid, say, fit_one, executor)]
+            losses = [curve.last for curve in train_grid(grid, say, executor)]
             for i, trial in enumerate(alive):
                 trial.losses.append(losses[i :: len(alive)])
             alive = sorted((trial for trial in alive if trial.mean < math.inf), key=lambda trial: trial.mean)

@@ -44,7 +44,7 @@ def test_an_answer_is_that_of_sample_and_turns_follow_each_other(run, tmp_path, 
     asked, then = ({"role": "user", "content": text} for text in (hello.strip(), "and then?"))
     answers = [{"role": "assistant", "content": text} for text in (first, second)]
     assert talk.messages == [asked, answers[0], then, answers[1]]
-    assert talk._engine.cached_tokens(0) > 0  # what was read for the first turn
+    assert talk._engine.cached_tokens[0] > 0  # what was read for the first turn
     assert say(talk, "/regenerate") != second and talk.messages[:3] == [asked, answers[0], then]
     path = tmp_path / "talk.jsonl"
     assert not chat.obey(talk, f"/save {path}") and not chat.obey(talk, "/reset") and not talk.messages
@@ -72,7 +72,7 @@ def test_an_answer_that_is_interrupted_is_kept_as_far_as_it_was_read(run):
     assert chat.obey(talk, "hello")
     with contextlib.closing(talk.answer(**HOW)) as pieces:
         begun = next(pieces)
-    assert talk.messages[-1] == {"role": "assistant", "content": begun} and talk._engine.is_idle
+    assert talk.messages[-1] == {"role": "assistant", "content": begun} and talk._engine.num_free == 1
     whole = "".join(dataclasses.replace(run).stream("hello", chat=True, seed=3, max_new_tokens=20, temperature=1.0))
     assert whole.startswith(begun) and say(talk, "/regenerate") != ""
 

@@ -220,7 +220,7 @@ BAD = {
     "bad.jsonl.zst": (b"no zst", "cannot be read at or after row 1: "),
     "bad.jsonl": (LINE + b'{"text": \n', ":2 is damaged: Expecting value"),
     "column.jsonl": (b'{"body": "x", "id": 3}\n', "row 1: there is no column 'text', it has body, id: give --column"),
-    "picture.png": (b"x", "no name of a kind of text"),
+    "picture.png": (b"x", "nothing to read at"),
 }
 
 

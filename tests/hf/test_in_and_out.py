@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import shlex
 import signal
 
 import jax
@@ -121,8 +120,7 @@ def test_an_export_has_a_card_and_if_large_several_files_and_an_index(exported, 
     for said in ("library_name: transformers", "mancha.txt", f"{run.val_loss:.4f} nats", "jaxgpt import DIR"):
         assert said in card, (said, card)
     assert str(run.directory.parent) not in card and str(tmp_path.parent) not in card
-    command = "jaxgpt train --data.path=/home/ada/a.txt '/home/ada/my run.py' ~/x/y --lr 1/2 org/name"
-    assert _hide_folders(*shlex.split(command)) == "jaxgpt train --data.path=a.txt 'my run.py' y --lr 1/2 org/name"
+    assert [_hide_folders(name) for name in ("/home/ada/a", "~/x/y", "org/name")] == ["a", "y", "org/name"]
     several = export_hf(run.directory, tmp_path / "several", shard=4000)
     index = json.loads((several / INDEX).read_text())
     files = sorted(set(index["weight_map"].values()))

@@ -135,7 +135,7 @@ def test_a_run_logs_its_rewards_and_is_replayed_and_audited(trained, lab):
     again = replay(trained, 3)
     assert again.equal and again.start == 0  # the two newest checkpoints, and the best, are kept
     found = audit(trained, steps=6, seed=0)
-    assert found.accepted and found.is_whole, str(found)
+    assert found.accepted and found.retaken == found.steps, str(found)
 
 
 @pytest.mark.slow

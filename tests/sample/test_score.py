@@ -36,8 +36,6 @@ def test_little_nothing_and_too_much():
     assert len(none) == 0 and np.isnan(one).all() and np.isfinite(three[1:]).all()
     with pytest.raises(UserError, match="text 0 has ids from 3 to 11"):
         score(model, params, [[3, 11]])
-    with pytest.raises(UserError, match="3 tokens: needs at most 2"):
-        score_prompt(model, params, [0] * 3, top=1)
 
 
 def test_likelihoods_are_sums_of_what_the_model_says_of_each_token():

@@ -34,7 +34,7 @@ class FakeEngine:
         self.gate = threading.Event()  # closed, it holds every step
         self.gate.set()
         self.cancelled, self.submitted, self.steps = [], 0, 0
-        self.is_broken = False
+        self.is_broken, self.cached_tokens = False, [0] * slots
 
     @property
     def num_free(self):
@@ -73,9 +73,6 @@ class FakeEngine:
     def cancel(self, slot: int) -> None:
         self.cancelled.append(slot)
         del self.running[slot]
-
-    def cached_tokens(self, slot: int) -> int:
-        return 0
 
 
 def fake_score(ids) -> PromptScores:

@@ -10,6 +10,7 @@ import pytest
 from jaxgpt.errors import UserError
 from jaxgpt.runs.directory import CLAIM, STALE, lock_run
 from jaxgpt.tools import executor as chapter
+from jaxgpt.tools import grid
 from jaxgpt.tools.executor import LocalProcesses, Workers, open_executor
 from jaxgpt.tools.study import run_study
 from jaxgpt.training import fit
@@ -88,7 +89,7 @@ def test_what_another_process_trains_is_passed_over_and_a_stale_lock_is_named(tm
     assert run_study(variants, tmp_path, seeds=1).seeds == 1 and (tmp_path / "study.json").exists()
 
 
-def test_a_run_that_fails_does_not_end_the_others_and_is_in_the_table(tmp_path, text_file):
+def test_a_run_that_fails_does_not_end_the_others_and_is_in_the_table(tmp_path, text_file, monkeypatch):
     variants, said = {name: tiny_experiment(text_file, steps=2) for name in ("a", "b")}, []
 
     def fail(experiment, directory, **how):
@@ -96,11 +97,12 @@ def test_a_run_that_fails_does_not_end_the_others_and_is_in_the_table(tmp_path, 
             raise RuntimeError("out of memory\nand more")
         return fit(experiment, directory, **how)
 
-    found = run_study(variants, tmp_path, seeds=1, say=said.append, fit_one=fail)
+    monkeypatch.setattr(grid, "fit", fail)
+    found = run_study(variants, tmp_path, seeds=1, say=said.append)
     assert found.tokens.rows[1].verdict == "1 of 1 failed"
-    assert said[1].startswith("seed 0, b: out of memory [####################] 2 of 2 done, 0 running, 1 failed")
+    assert said[1].startswith("seed 0, b: out of memory; 2 of 2 done, 1 failed")
     with pytest.raises(RuntimeError):  # the first one: a mistake in all of them
-        run_study(dict(reversed(variants.items())), tmp_path, seeds=1, fit_one=fail)
+        run_study(dict(reversed(variants.items())), tmp_path, seeds=1)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +132,7 @@ def test_a_ray_cluster_that_loses_a_node_finds_the_same_bytes(studied):
         kills, said = run("study own.py --seeds 1 --run-dir ray", folder, "ray", 1, how, RAY_ADDRESS=address)
         assert said == "" and read_results(folder / "ray") == expected and kills
         _, said = run("study own.py --seeds 1 --run-dir no --gpus 1", folder, "ray", 0, how, RAY_ADDRESS=address)
-    assert "a run needs 1 CPU, 1 GPU of one node, and the cluster has" in said
+    assert "a run needs 1 CPU, 1 GPU of one node, and no node has them" in said
 
 
 def test_a_node_of_another_version_is_refused_by_name(monkeypatch):

@@ -13,7 +13,7 @@ from jaxgpt.loss import ObjectiveConfig
 from jaxgpt.parallel.jax_setup import device_name
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.statistics import holm_levels
-from jaxgpt.tools import study
+from jaxgpt.tools import grid, study
 from jaxgpt.tools.grid import Curve, read_curve
 from jaxgpt.tools.study import check_comparable, compare, compare_losses, run_study, slug
 from jaxgpt.training import fit
@@ -149,13 +149,12 @@ def test_seconds_are_those_of_the_steps(variants, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_study_goes_on_where_it_was_left(variants, studied):
+def test_a_study_goes_on_where_it_was_left(variants, studied, monkeypatch):
     directory, found, _ = studied
-    assert run_study(variants, directory, seeds=2, fit_one=lambda *args, **how: pytest.fail("it was all done")) == found
     calls = []
-    more = run_study(
-        variants, directory, seeds=3, fit_one=lambda e, place, **how: calls.append(place) or fit(e, place, **how)
-    )
+    monkeypatch.setattr(grid, "fit", lambda e, place, **how: calls.append(place) or fit(e, place, **how))
+    assert run_study(variants, directory, seeds=2) == found and calls == []
+    more = run_study(variants, directory, seeds=3)
     assert [place.parent.name for place in calls] == ["as-it-is", "wider"] and more.seeds == 3
     assert more.tokens.rows[0].losses[:2] == found.tokens.rows[0].losses
     longer = {name: replace_fields(e, {"train.steps": 6}) for name, e in variants.items()}
@@ -192,7 +191,7 @@ def test_the_unit_of_the_losses(variants, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_weights_bring_their_tokenizer_to_a_comparison(variants, studied, tmp_path):
+def test_weights_bring_their_tokenizer_to_a_comparison(variants, studied, tmp_path, monkeypatch):
     """Whatever is named beside them: losses per token of another one are not compared with theirs."""
     begun = {"train.init_from": str(studied[0] / "as-it-is/seed-0"), "model.block_size": 32}
     named = replace_fields(variants["as it is"], begun | {"data.tokenizer": "byte"})
@@ -203,11 +202,12 @@ def test_weights_bring_their_tokenizer_to_a_comparison(variants, studied, tmp_pa
         calls.append(place)
         raise Diverged("nothing was trained")
 
+    monkeypatch.setattr(grid, "fit", fit_none)
     with pytest.raises(UserError, match="'nothing' and 'weights' do not share a metric: .*tokenizer_sha256"):
-        run_study({"nothing": nothing, "weights": named}, tmp_path, seeds=1, fit_one=fit_none)
+        run_study({"nothing": nothing, "weights": named}, tmp_path, seeds=1)
     assert calls == []
     begun = replace_fields(variants["as it is"], begun)
-    run_study({"nothing": variants["as it is"], "weights": begun}, tmp_path, seeds=1, fit_one=fit_none)
+    run_study({"nothing": variants["as it is"], "weights": begun}, tmp_path, seeds=1)
     assert len(calls) == 2
 
 
@@ -218,9 +218,10 @@ def test_what_is_no_study(variants):
     assert slug("pre-norm, with warm-up") == "pre-norm-with-warm-up"
 
 
-def test_interrupted_says_how_to_go_on(variants, tmp_path):
+def test_interrupted_says_how_to_go_on(variants, tmp_path, monkeypatch):
     def stop(*args, **how):
         raise Preempted("SIGINT: saved step 1 of 4. To continue: jaxgpt train --run-dir x")
 
+    monkeypatch.setattr(grid, "fit", stop)
     with pytest.raises(Preempted, match=r"^SIGINT: saved step 1 of 4\. Run the same command to resume\.$"):
-        run_study(variants, tmp_path, seeds=1, fit_one=stop)
+        run_study(variants, tmp_path, seeds=1)

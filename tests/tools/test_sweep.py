@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from jaxgpt.experiment import Experiment, TrainConfig
 from jaxgpt.optim import OptimConfig
 from jaxgpt.runs.directory import write_metadata
 from jaxgpt.runs.metrics import MetricsFile
+from jaxgpt.tools import grid
 from jaxgpt.tools.sweep import Axis, Round, draw_points, parse_axes, plan_rounds, shorten, sweep
 
 RATE = "optim.learning-rate=1e-4..1e-1"
@@ -68,9 +70,10 @@ def test_several_fields_are_each_covered():
     assert sorted(map(int, second)) == sorted([*range(9)] * 3)
 
 
-def run_sweep(directory, *over, **given):
-    given = {"experiment": EXPERIMENT, "fit_one": Fake(), "over": over or (RATE,)} | given
-    return sweep(run_dir=str(directory), **given)
+def run_sweep(directory, fit=None, **given):
+    given = {"experiment": EXPERIMENT, "over": (RATE,)} | given
+    with mock.patch.object(grid, "fit", fit or Fake()):
+        return sweep(run_dir=str(directory), **given)
 
 
 class Fake:
@@ -117,7 +120,7 @@ def test_a_short_run_has_a_complete_schedule():
 def swept(tmp_path_factory):
     """A sweep that was not interrupted: (its runs, what it said, what it found)."""
     fake, said = Fake(), []
-    return fake.runs, said, run_sweep(tmp_path_factory.mktemp("swept"), say=said.append, fit_one=fake)
+    return fake.runs, said, run_sweep(tmp_path_factory.mktemp("swept"), say=said.append, fit=fake)
 
 
 def test_the_best_point_wins_with_seeds_that_chose_nothing(swept):
@@ -141,13 +144,13 @@ def test_an_interrupted_sweep_ends_as_another(swept, tmp_path):
     for stop_after in (0, 5, 16, 7, 3, math.inf):
         fake = Fake(stop_after=stop_after)
         with contextlib.nullcontext() if stop_after == math.inf else pytest.raises(Preempted):
-            found = run_sweep(tmp_path, fit_one=fake)
+            found = run_sweep(tmp_path, fit=fake)
         done += len(fake.runs)
     assert found.to_json() == expected.to_json() and done == len(runs)
 
 
 def test_a_diverged_run_is_last(tmp_path):
-    found = run_sweep(tmp_path / "some", trials=9, fit_one=Fake(largest=1e-3))
+    found = run_sweep(tmp_path / "some", trials=9, fit=Fake(largest=1e-3))
     assert [None in t.losses[-1] for t in found.trials] == [False] * 3 + [True] * 6
     # In the last round: the first trial had won with its other seeds.
     best = run_sweep(tmp_path / "two", trials=2, seeds=2).trials[0].trial
@@ -158,10 +161,10 @@ def test_a_diverged_run_is_last(tmp_path):
             raise Diverged("10 steps skipped")
         fake(experiment, directory, **how)
 
-    found = run_sweep(tmp_path / "lost", trials=2, seeds=2, fit_one=lose_one)
+    found = run_sweep(tmp_path / "lost", trials=2, seeds=2, fit=lose_one)
     assert found.trials[1].trial == best and "1 of 2 diverged" in str(found) and "is worse" not in str(found)
     with pytest.raises(UserError, match="all trials of 200 steps diverged"):
-        run_sweep(tmp_path / "all", trials=9, fit_one=Fake(largest=0))
+        run_sweep(tmp_path / "all", trials=9, fit=Fake(largest=0))
 
 
 ONE = {"trials": 1, "seeds": 1}
@@ -181,12 +184,12 @@ def test_another_sweep_is_not_mixed_with_it(one):
     with pytest.raises(UserError, match="is a run and not a sweep"):
         run_sweep(one / "trial-01/steps-600-seed-8", **ONE)
     logged = replace_fields(EXPERIMENT, {"train.log_every": 1})  # which is no other sweep
-    run_sweep(one, **ONE, experiment=logged, fit_one=lambda *a, **b: pytest.fail("a run"))
+    run_sweep(one, **ONE, experiment=logged, fit=lambda *a, **b: pytest.fail("a run"))
 
 
 def test_the_report(tmp_path):
     over = (RATE, "model.activation=relu,gelu")
-    found = run_sweep(tmp_path, over=over, trials=9, fit_one=Fake(largest=5e-2, best=1e-4))
+    found = run_sweep(tmp_path, over=over, trials=9, fit=Fake(largest=5e-2, best=1e-4))
     kept = json.loads((tmp_path / "sweep.json").read_text())
     assert kept["result"] == json.loads(json.dumps(found.to_json())) and kept["definition"]["trials"] == 9
     first = found.trials[0]

@@ -53,10 +53,8 @@ def make_page(run: Run, prompt: str | None = None, *, weights: Weights = "int8")
     check_value("weights", weights, Weights)
     if model.config.is_foreign:
         raise UserError(f"{type(model.config).__name__}: a page computes jaxgpt's own modules only: use jaxgpt serve")
-    if EDITS in params:
-        raise UserError("the model is edited: give the run without edits, and switch parts off on its page")
-    if DECODE_MATRIX in params["wte"]:
-        raise UserError("the parameters were converted by for_decoding: give the run as jaxgpt.load returns it")
+    if EDITS in params or DECODE_MATRIX in params["wte"]:
+        raise UserError("the model is edited, or was converted by for_decoding: give the run as jaxgpt.load returns it")
     if (count := count_parameters(params)) > MOST_PARAMETERS:
         raise UserError(f"{run.directory} has {count:,} parameters, too many for a page: at most {MOST_PARAMETERS:,}")
     if prompt is not None:

@@ -256,7 +256,7 @@ def _encode_prompt(run: Run, prompt: str | Sequence[int]) -> list[int]:
     """Return the tokens of a prompt, which must not be empty or too long for the model or for a page."""
     config = run.model.config
     if isinstance(prompt, str):
-        ids = [*run.tokenizer.prefix, *run.tokenizer.encode(prompt).tolist()] if prompt else []
+        ids = run.prompt_format.encode([prompt], chat=False)[0] if prompt else []
     else:
         ids = check_ids(run.model, prompt, "prompt").tolist()
     if not ids:
