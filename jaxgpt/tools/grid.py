@@ -78,7 +78,7 @@ def train_grid(
             check_same_configuration(read_metadata(directory), experiment)
     curves: dict[int, Curve] = {}
     passed_over: set[int] = set()
-    began = time.monotonic()
+    at_once, began = 1 if executor is None else executor.size, time.monotonic()
     while left := {number: run for number, run in enumerate(grid) if number not in curves}:
         for number, found in train_here(left) if executor is None else train_there(left, executor):
             name = grid[number][0]
@@ -93,8 +93,8 @@ def train_grid(
                 found = Curve(failure=first_line(found))
             curve = curves[number] = found
             ended = f"{curve.losses[-1]:.4f} after {curve.seconds[-1]:.1f} s" if curve.losses else curve.failure
-            progress = format_progress(curves.values(), len(grid), time.monotonic() - began)
-            say(f"{name}: {ended}; {progress}")
+            progress = format_progress(curves.values(), len(grid), at_once, time.monotonic() - began)
+            say(f"{name}: {ended} {progress}")
         held = len(grid) - len(curves)
         if held == len(left):  # nothing new: all that is left is held
             if not waits:
@@ -139,11 +139,13 @@ def train_unpacked(values: Json, files: Files, directory: Path) -> Curve:
         raise HeldElsewhere(f"it was interrupted: {e}") from None
 
 
-def format_progress(curves: Collection[Curve], runs: int, seconds: float) -> str:
-    """Return the numbers of runs and the time left. seconds: since the first one began."""
+def format_progress(curves: Collection[Curve], runs: int, at_once: int, seconds: float) -> str:
+    """Return a bar, the numbers of runs and the time left. seconds: since the first one began."""
     done, failed = len(curves), sum(not curve.losses for curve in curves)
     minutes, rest = divmod(int(seconds / done * (runs - done)), 60)
-    return f"{done} of {runs} done, {failed} failed, {minutes}:{rest:02d} left"
+    bar = ("#" * (20 * done // runs)).ljust(20, "-")
+    running = min(runs - done, at_once)
+    return f"[{bar}] {done} of {runs} done, {running} running, {failed} failed, {minutes}:{rest:02d} left"
 
 
 def train_or_resume(experiment: Experiment, directory: Path, fit_one: Callable[..., Any]) -> Curve:
