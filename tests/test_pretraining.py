@@ -29,7 +29,8 @@ def test_every_command_is_one_and_plans_what_it_trains(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     bound = {tuple(words): bind_command(*words).keywords for words in list_commands(PAGE)}
     assert list(RECIPES) == list("123456") and len(bound) >= 10
-    assert RECIPES["2"][1] == RECIPES["3"][1] and RECIPES["3"][1][0] == "train"
+    shared = RECIPES["3"][1]  # to which 80 GB add what a TPU has no room for
+    assert RECIPES["2"][1][: len(shared)] == shared and shared[0] == "train"
     for number in "12345":
         of = {words[0]: bound[tuple(words)] for words in RECIPES[number]}
         trained = of["train"]["experiment"].train.steps * 491_520

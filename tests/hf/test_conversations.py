@@ -72,7 +72,7 @@ def test_transformers_reads_conversations_as_the_run_does(chat, kind, tmp_path):
     [
         ({"config.json": {"eos_token_id": 5}}, [0, 5]),
         ({"config.json": {"eos_token_id": 5}, "generation_config.json": {"eos_token_id": [7, 0, 10**6, "x"]}}, [0, 7]),
-        ({"generation_config.json": []}, [0]),
+        ({"generation_config.json": {}}, [0]),
     ],
 )
 def test_an_imported_model_ends_a_text_where_its_files_say(chat, tmp_path, files, ends):
