@@ -19,7 +19,6 @@ from jaxgpt.layers.mlp import MLP
 from jaxgpt.layers.norm import LayerNorm, RMSNorm
 
 F = TypeVar("F", bound=Callable[..., Any])
-LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def with_gpu_forms(function: F, *, half_logits: bool = True) -> F:
@@ -50,10 +49,7 @@ def gpu_forms(half_logits: bool, call: Callable, args: tuple[Any, ...], kwargs: 
 
 
 def act_in_float32(act: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-    """Apply a nonlinearity, with or without a gate, in float32, and keep only its inputs for the backward pass.
-
-    `mlp.gelu` then is by erf, 7 operations where erfc has 67. By tanh it would keep tanh's results too, 1.6 GB.
-    """
+    """Apply a nonlinearity, with or without a gate, in float32, and keep only its inputs: 2.25 GiB less of GPT-2's."""
 
     def compute(*arrays):
         return act(*(x.astype(jnp.float32) for x in arrays)).astype(arrays[0].dtype)
@@ -63,10 +59,7 @@ def act_in_float32(act: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Arr
 
 @jax.custom_vjp
 def float16_logits(x_UD: jax.Array, kernel_DV: jax.Array) -> jax.Array:
-    """Compute x_UD @ kernel_DV in float16 with float32 sums: half the bytes of `float32_logits`, and no worse.
-
-    float16 has 11 bits where bfloat16 has 8. Inputs that are rounded to it cost less than the rounded result does.
-    """
+    """Compute x_UD @ kernel_DV in float16 with float32 sums: half the bytes, and nearer, by 11 bits where bfloat16 has 8."""
     return jnp.dot(x_UD.astype(jnp.float16), kernel_DV.astype(jnp.float16)).astype(jnp.float32)
 
 
@@ -80,8 +73,7 @@ def norm_by_sums(
     """Compute `layer_norm`, or `rms_norm` unless it is centred, of 16-bit inputs, from sums over D that are kept.
 
     One pass over x gives both sums, of which every reader derives the statistics. XLA's own gradient writes a float32
-    product and reads it again: 10 to 12 units of a bfloat16 array where 6 suffice. One pass loses digits where the mean
-    is above 300 standard deviations, which bfloat16 does not represent either.
+    product and reads it again. One pass loses digits where the mean is above 300 deviations, and so does bfloat16.
     """
     return _norm_forward(x_BTD, scale_D, bias_D, eps, centred)[0]
 
@@ -129,9 +121,8 @@ def log_sum_exp(logits: jax.Array) -> jax.Array:
         largest = jnp.maximum(a[0], b[0])
         return largest, a[1] * jnp.exp(a[0] - largest) + b[1] * jnp.exp(b[0] - largest)
 
-    first = jnp.float32(LOWEST), jnp.float32(0)
-    arrays = logits, jnp.ones_like(logits)
-    largest, total = jax.lax.reduce(arrays, first, combine, (logits.ndim - 1,))
+    first = jnp.finfo(jnp.float32).min, jnp.float32(0)
+    largest, total = jax.lax.reduce((logits, jnp.ones_like(logits)), first, combine, (logits.ndim - 1,))
     return largest + jnp.log(total)
 
 

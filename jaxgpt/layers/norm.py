@@ -1,7 +1,6 @@
 """Normalisation over the last axis, with statistics in float32.
 
-The statistics, a number for each token, are saved under remat="dots". Otherwise XLA on GPU computes them again in the
-kernel that norms, and writes the float32 product that the scale's gradient sums: 2,413 GB in a step of GPT-2 124M on an H200, not 2,351.
+The statistics, a number for each token, are saved under remat="dots", so that no kernel computes them again.
 """
 
 import jax

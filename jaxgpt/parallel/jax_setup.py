@@ -35,8 +35,7 @@ NO_FUSED_REDUCTIONS = f"{REDUCTIONS_FLAG}=-reduce"
 # XLA for GPUs would merge the products of q and k and copy both results out again: 2.4 GB in a step of GPT-2 124M.
 NO_MERGED_PRODUCTS = "--xla_gpu_dot_merger_threshold_mb=0"
 
-# Objects between two runs of Python's garbage collector. Importing JAX and tracing a step create a million objects and
-# leave few cycles. At Python's own 700 the collector takes 0.2 s of the quickstart's start.
+# Objects between two runs of Python's garbage collector. At Python's own 700 it takes 0.2 s of the quickstart's start.
 GC_THRESHOLD = 50_000
 
 # from glibc's malloc.h
@@ -120,10 +119,9 @@ def quiet_libtpu(*, only_compiles: bool = False) -> None:
 def keep_freed_memory() -> bool:
     """Let the C library keep the memory that a step frees for the next step. Return False without glibc.
 
-    XLA on CPU allocates its temporaries in every step, in pieces that glibc maps and unmaps: 13,000 page faults and
-    40 ms of kernel time per step of nanoGPT's CPU configuration (110 ms -> 62 ms with this setting). The process then
-    stays as large as its largest step. Each thread has a heap of its own, since the compiler's threads would wait for
-    each other and leave holes. Only the first thread's heap keeps blocks above 64 MB: steps run in that thread.
+    XLA on CPU allocates its temporaries in every step, and glibc maps and unmaps them: 48 of 110 ms in nanoGPT's CPU
+    configuration. The process then stays as large as its largest step. Threads keep heaps of their own, since the
+    compiler's would wait for each other. Only the first thread's holds blocks above 64 MB: steps run in that thread.
     """
     # All sizes come from the heaps, which are never shrunk, nor given back when they are empty.
     return _tune_malloc(M_MMAP_MAX=0, M_TRIM_THRESHOLD=2**31 - 1, M_TOP_PAD=2**26)

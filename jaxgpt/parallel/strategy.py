@@ -21,7 +21,6 @@ from jaxgpt.train import TrainState
 
 StepFn = Callable[..., tuple[TrainState, dict[str, Any]]]  # (state, batch, key) -> (state, metrics)
 EvalFn = Callable[..., tuple[jax.Array, jax.Array]]  # (params, batch) -> (summed nats, number of targets)
-ONE_DEVICE = "one device"  # name of the strategy for one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +60,7 @@ def make_single(devices: Sequence[jax.Device] | None = None) -> Strategy:
     """Return the strategy that runs the step on the first of `devices`, by default of this process's, by `jax.jit`."""
     device = (devices or jax.local_devices())[0]
     return Strategy(
-        name=ONE_DEVICE,
+        name="one device",
         devices=(device,),
         state_shardings=lambda *_: SingleDeviceSharding(device),
         jit_train_step=lambda step, _, __: jax.jit(step, donate_argnums=0),

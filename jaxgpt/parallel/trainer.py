@@ -65,8 +65,8 @@ class Trainer:
     def draw_by_kernel(self) -> contextlib.AbstractContextManager:
         """Let JAX's own kernel draw the bits of `init_state` on GPUs, if each device holds the whole state.
 
-        XLA unrolls threefry for each array, 48 to 95 s of compilation for GPT-2 124M instead of 4. The bits are the same. The
-        kernel needs up to 24 bytes for each element of the whole array. A step with dropout would move 44% more bytes.
+        XLA unrolls threefry for each array: 48 to 95 s of compilation for GPT-2 124M, not 4. The bits are the same. The kernel
+        needs up to 24 bytes for each element of a whole array, and a step with dropout would move 44% more.
         """
         is_whole = all(x.sharding.is_fully_replicated for x in jax.tree.leaves(self.abstract_state))
         return threefry_gpu_kernel_lowering(True) if is_whole else contextlib.nullcontext()
@@ -136,8 +136,7 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
 def make_losses(experiment: Experiment, model: GPT, *, on_gpu: bool = False) -> tuple[LossFn, LossFn]:
     """Return the loss that training minimises, and the one that a validation measures, without label smoothing.
 
-    on_gpu: compute in the forms of `layers.gpu`, and let the loss have its own gradient for one chunk too, since the one
-    of all logits at once is a scatter.
+    on_gpu: compute in the forms of `layers.gpu`, and all logits at once as one chunk, whose gradient is no scatter.
     """
     config, objective = experiment.model, experiment.objective
     chunk, head_loss = experiment.parallel.loss_chunk or config.block_size, None

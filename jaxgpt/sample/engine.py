@@ -256,8 +256,7 @@ class Engine:
     def _draw_plain(self, steps: int, end: int, is_greedy: bool) -> programs.Drawn:
         """Draw by `decode_plain` at positions below `end`."""
         columns = min(next_bucket(programs.GPU_COLUMNS, end), self._columns)
-        how = steps, columns, is_greedy
-        self._state, drawn = programs.decode_plain(self.model, self.params, self._state, *how)
+        self._state, drawn = programs.decode_plain(self.model, self.params, self._state, steps, columns, is_greedy)
         return drawn
 
     def _read_chunk(self) -> None:

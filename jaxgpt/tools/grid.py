@@ -54,11 +54,7 @@ class Curve:
 
 
 def train_grid(
-    grid: Sequence[GridRun],
-    say: Say,
-    executor: Executor | None = None,
-    *,
-    waits: bool = True,
+    grid: Sequence[GridRun], say: Say, executor: Executor | None = None, *, waits: bool = True
 ) -> list[Curve]:
     """Train or resume the runs of a grid, and return their curves in its order.
 
