@@ -64,10 +64,14 @@ def main() -> None:
     args = parser.parse_args()
     from jaxgpt.tools.evaluate.tasks import evaluate_tasks, format_tasks  # needs lm-eval, and seconds
 
-    run, rows = jaxgpt.load(args.run), []
-    for shots in sorted({shots for _, shots, _ in TASKS}):
-        names = [task for task, its_shots, _ in TASKS if its_shots == shots]
-        rows += evaluate_tasks(run, names, num_fewshot=shots, limit=args.limit)["tasks"]
+    rows = []
+    try:
+        run = jaxgpt.load(args.run)
+        for shots in sorted({shots for _, shots, _ in TASKS}):
+            names = [task for task, its_shots, _ in TASKS if its_shots == shots]
+            rows += evaluate_tasks(run, names, num_fewshot=shots, limit=args.limit)["tasks"]
+    except jaxgpt.UserError as error:
+        parser.exit(2, f"{error}\n")
     print(format_tasks({"tasks": rows}))
     print(f"CORE {core_score(rows):.4f}, over {len(TASKS)} of its 22 tasks")
 
