@@ -19,7 +19,7 @@ from tests.helpers import run_command
 
 # What lies beside the pages and is none: programs that measure, and may use any module.
 TOOLS = {
-    *("bands.py", "baselines.py", "induction_heads.py", "learning_rate_transfer.py", "orders.py"),
+    *("bands.py", "baselines.py", "core.py", "induction_heads.py", "learning_rate_transfer.py", "orders.py"),
     *("memorisation.py", "minimal.py", "python_questions.py", "records.py", "scaling_laws.py"),
     *("speculative.py", "step_cost.py", "track.py"),
 }

@@ -109,9 +109,9 @@ def evaluate(
             smaller stride takes longer and gives a lower loss. None means block_size, windows that do not overlap
         batch_size: windows per batch. None means the run's train.batch_size
         weights: dtype of the matrices, to measure what fewer bits cost. None means as trained
-        tasks: tasks of the harness, such as hellaswag,arc_easy,piqa,lambada_openai, or core. None means the loss
+        tasks: tasks of the harness, such as hellaswag,arc_easy,piqa,lambada_openai. None means the loss
         limit: questions of each task. None means all
-        num_fewshot: solved examples before each question, of which core has numbers of its own. None means the task's own number
+        num_fewshot: solved examples before each question. None means the task's own number
         include_path: directory with task files of your own. None means no directory
     """
     of_tasks = {"limit": limit, "num_fewshot": num_fewshot, "include_path": include_path}

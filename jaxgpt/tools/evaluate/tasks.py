@@ -1,4 +1,4 @@
-"""Evaluate a run on the field's tasks by their names in lm-evaluation-harness, and on CORE.
+"""Evaluate a run on the field's tasks by their names in lm-evaluation-harness.
 
 With other options of the harness, pass it an instance: `lm_eval.simple_evaluate(model=JaxGPT(run), tasks=[...])`.
 """
@@ -28,20 +28,6 @@ from jaxgpt.tools.grid import format_table
 MAX_NEW_TOKENS = 256  # the harness's own default
 # The names in tasks for the maximum number of tokens to generate. The harness reads the first that is given.
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-# CORE of DataComp-LM (arXiv:2406.11794): task, shots, and percent right by chance, from github.com/mlfoundations/dclm at
-# 361714b, eval/mmlu_and_lowvar.yaml and eval_meta_data_v1.csv. The harness has 20 of the 22: not jeopardy, nor SQuAD
-# without its questions that have no answer.
-_CORE = """
-hellaswag 0 25, hellaswag 10 25, arc_easy 10 25, arc_challenge 10 25, copa 0 50, commonsense_qa 10 20, piqa 10 50,
-openbookqa 0 25, lambada_openai 0 0, wsc273 0 50, winogrande 0 50, agieval_lsat_ar 3 20, coqa 0 0, boolq 10 62,
-bigbench_qa_wikidata_generate_until 10 0, bigbench_dyck_languages_generate_until 10 0,
-bigbench_cs_algorithms_generate_until 10 0, bigbench_operators_generate_until 10 0,
-bigbench_repeat_copy_logic_generate_until 10 0, bigbench_language_identification_multiple_choice 10 9.1
-"""
-CORE: dict[tuple[str, int | None], float] = {
-    (task, int(shots)): float(chance) / 100 for task, shots, chance in map(str.split, _CORE.split(","))
-}
-SCORES = ("acc_norm", "acc", "exact_match", "em")  # the score of a task for CORE is the first that it has
 
 
 class JaxGPT(LM):
@@ -120,15 +106,14 @@ def evaluate_tasks(
     """Return what a run scores on tasks of the harness.
 
     Args:
-        tasks: names of tasks or of groups. "core" stands for the tasks of CORE, each with its own number of shots.
+        tasks: names of tasks or of groups.
         limit: questions of each task. None means all.
         num_fewshot: solved examples before each question. None means the task's own number.
         include_path: a directory with task files (.yaml) of your own.
         batch_size: texts that are scored together. None means the batch size of the run's training.
 
     Returns:
-        a dictionary. Under "tasks" it has the task, shots, metric, value and stderr of each task and metric. Under "core"
-        it has the mean of (score - chance) / (1 - chance) over the tasks of CORE that the harness has, or None if not asked for.
+        a dictionary. Under "tasks" it has the task, shots, metric, value and stderr of each task and metric.
 
     Raises:
         UserError: if there is no such task or directory, or its questions cannot be loaded.
@@ -136,35 +121,29 @@ def evaluate_tasks(
     if include_path is not None and not Path(include_path).is_dir():
         raise UserError(f"include_path={include_path}: needs a directory with task files (.yaml)")
     manager = make_task_manager(include_path=include_path)
-    asked: dict[int | None, list[str]] = defaultdict(list)
-    named = [each for task in tasks for each in (CORE if task == "core" else [(task, num_fewshot)])]
-    for name, shots in dict.fromkeys(named):
+    names = list(dict.fromkeys(tasks))
+    for name in names:
         if name not in manager.all_tasks:
             raise UserError(f"unknown task {name!r}{suggest(name, manager.all_tasks)}: lm_eval ls tasks lists all")
-        asked[shots].append(name)
-    model, rows, centered = JaxGPT(run, batch_size=batch_size), [], []
-    for shots, names in asked.items():
-        try:
-            found = simple_evaluate(
-                model, tasks=names, num_fewshot=shots, limit=limit, task_manager=manager, log_samples=False
-            )
-        except OSError as e:
-            raise UserError(f"the questions of {', '.join(names)} cannot be loaded: {e}") from None
-        for task, metrics in found["results"].items():
-            keys = {key.partition(",")[0]: key for key in metrics if "," in key and "_stderr," not in key}
-            for metric, key in keys.items():
-                error = metrics.get(key.replace(",", "_stderr,"))  # a number, or "N/A"
-                row = {"task": task, "shots": found["n-shot"].get(task), "metric": metric, "value": metrics[key]}
-                rows.append(row | {"stderr": error if isinstance(error, float) else None})
-            if "core" in tasks and (task, shots) in CORE:
-                score, chance = metrics[next(keys[name] for name in SCORES if name in keys)], CORE[task, shots]
-                centered.append((score - chance) / (1 - chance))
-    return {"tasks": rows, "core": sum(centered) / len(centered) if centered else None}
+    model = JaxGPT(run, batch_size=batch_size)
+    try:
+        found = simple_evaluate(
+            model, tasks=names, num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
+        )
+    except OSError as e:
+        raise UserError(f"the questions of {', '.join(names)} cannot be loaded: {e}") from None
+    rows = []
+    for task, metrics in found["results"].items():
+        keys = {key.partition(",")[0]: key for key in metrics if "," in key and "_stderr," not in key}
+        for metric, key in keys.items():
+            error = metrics.get(key.replace(",", "_stderr,"))  # a number, or "N/A"
+            row = {"task": task, "shots": found["n-shot"].get(task), "metric": metric, "value": metrics[key]}
+            rows.append(row | {"stderr": error if isinstance(error, float) else None})
+    return {"tasks": rows}
 
 
 def format_tasks(found: Json) -> str:
     """Return the results of `evaluate_tasks` as a table."""
     head = ["task", "shots", "metric", "value", "stderr"]
     rows = [[f"{x:.4f}" if isinstance(x, float) else str(x) for x in row.values()] for row in found["tasks"]]
-    core = "" if found["core"] is None else f"\nCORE {found['core']:.4f}, over {len(CORE)} of its 22 tasks"
-    return format_table(head, rows) + core
+    return format_table(head, rows)
