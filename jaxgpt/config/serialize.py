@@ -21,6 +21,7 @@ T = TypeVar("T")
 GONE = {
     "n_encoder_layer": "models with an encoder are experiments/transformer_2017",
     "skip_spikes": "no spike is skipped from now on, but by the optimizer of experiments/zoo/skip_spikes.py",
+    "log_layers": "the norms of layers are logged by an OptimConfig.metrics of your own",
     **dict.fromkeys(("check_replicas_every", "watchdog", "loss_kernel"), ""),
 }
 

@@ -106,7 +106,11 @@ def test_every_field_decides_or_is_said_not_to():
     deciding = "train.steps train.batch_size train.seed train.init_from train.eval_tokens"
     assert fields["train"] - free["train"] == set(deciding.split())
     assert free["data"] == {"data.path", "data.corpus"} and free["parallel"] == fields["parallel"]
-    assert (free["optim"], free["model"], free["lora"]) == ({"optim.max_skipped", "optim.muon_dtype"}, {"model.remat"}, set())
+    assert (free["optim"], free["model"], free["lora"]) == (
+        {"optim.max_skipped", "optim.muon_dtype"},
+        {"model.remat"},
+        set(),
+    )
     assert all(any(f.startswith(prefix) for f in {"name"}.union(*fields.values())) for prefix in CHANGEABLE)
 
 
