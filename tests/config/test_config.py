@@ -99,6 +99,8 @@ def test_what_earlier_versions_wrote_is_read():
         UserWarning, match="train.log_layers=True: the norms of layers are logged by an OptimConfig.metrics"
     ):
         assert from_dict(Experiment, {"name": "x", "train": {"log_layers": True}}) == Experiment(name="x")
+    read = from_dict(Experiment, {"name": "x", "train": {"attention": "xla"}})
+    assert read.train.attention == "plain"
 
 
 def test_unknown_and_missing_fields_are_errors():
