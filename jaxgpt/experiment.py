@@ -41,9 +41,8 @@ class TrainConfig(Checked):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # attention kernel. auto is splash on TPU, cudnn on Nvidia GPUs, where shape and dropout allow, else plain. native is
     # for CPUs, in C++, built by this machine's compiler on first use
-    attention: Literal["auto", "plain", "native", "xla", "cudnn", "splash"] = "auto"
+    attention: Literal["auto", "plain", "native", "cudnn", "splash"] = "auto"
     log_every: PositiveInt = 10  # steps between lines of metrics.jsonl
-    log_layers: bool = False  # each line has the gradient norm of each layer as well: grad_norm/h_0
     profile: str | None = None  # steps to trace by JAX's profiler into RUN/profile, such as 20:25. None means no steps
     eval_every: PositiveInt = 250  # steps between validations. The last step has one too
     eval_tokens: PositiveInt | None = None  # tokens per validation, spread evenly over the split. None means all

@@ -21,18 +21,16 @@ DOCUMENTS = ([3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5], [8])  # and 4 of padding
 PACKED = np.array([[*itertools.chain(*DOCUMENTS), 0, 0, 0, 0], [7] * T], np.int32)
 SEGMENTS = np.array([[1] * 5 + [2] * 6 + [3] + [0] * 4, [1] * T], np.int32)
 
-# Every way to place a token, both kernels, a window and none, layers alike and not.
+# Every way to place a token, a window and none, layers alike and not.
 KINDS = {
     "gemma 2": ARCHITECTURES["gemma 2"],
-    "scanned, xla": dict(position="rope", scan_layers=True, remat="full", sliding_window=4, attention="xla"),
+    "scanned": dict(position="rope", scan_layers=True, remat="full", sliding_window=4),
 }
 
 
 @pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS.keys())
 def made(request):
-    kind = dict(request.param)
-    attention = kind.pop("attention", "plain")
-    return make_model(dataclasses.replace(TINY, block_size=T, **kind), attention_fn=find_kernel(attention))
+    return make_model(dataclasses.replace(TINY, block_size=T, **request.param))
 
 
 def test_positions_start_anew():

@@ -16,9 +16,8 @@ from jaxgpt.loss import make_loss
 from jaxgpt.model import GPT
 from jaxgpt.optim import OptimConfig, learning_rate, make_optimizer
 from jaxgpt.parallel.strategy import make_single
-from jaxgpt.parallel.trainer import layer_norms
 from jaxgpt.train import eval_step, init_state, train_step
-from tests.helpers import TINY, stack_layers, tokens_BT
+from tests.helpers import TINY, tokens_BT
 
 OPTIM = OptimConfig(learning_rate=1e-2, warmup_steps=2)
 CONFIG = dataclasses.replace(TINY, n_layer=1)
@@ -79,15 +78,6 @@ def test_micro_batches_draw_their_own_dropout():
     masked = (twins._replace(mask_BT=mask) for mask in (first, ~first))
     losses = {float(compiled(state, half, jax.random.key(1))[1]["loss"]) for half in masked}
     assert len(losses) == 2
-
-
-@pytest.mark.parametrize("scanned", [False, True])
-def test_norms_of_layers_are_those_of_their_gradients(scanned):
-    tree = {"wte": jnp.full(4, 2.0), **{f"h_{n}": {"mlp": jnp.full((2, 2), n + 1.0)} for n in range(2)}}
-    if scanned:
-        tree = stack_layers({"h_0": tree["h_0"], "h_1": tree["h_1"]}, 2) | {"wte": tree["wte"]}
-    found = {name: float(norm) for name, norm in layer_norms(tree).items()}
-    assert found == {"grad_norm/wte": 4.0, "grad_norm/h_0": 2.0, "grad_norm/h_1": 4.0}
 
 
 def test_a_metric_with_a_name_of_ours_is_refused():

@@ -21,6 +21,7 @@ T = TypeVar("T")
 GONE = {
     "n_encoder_layer": "models with an encoder are experiments/transformer_2017",
     "skip_spikes": "no spike is skipped from now on, but by the optimizer of experiments/zoo/skip_spikes.py",
+    "log_layers": "the norms of layers are logged by an OptimConfig.metrics of your own",
     **dict.fromkeys(("check_replicas_every", "watchdog", "loss_kernel"), ""),
 }
 
@@ -98,6 +99,8 @@ def from_dict(
             raise UserError(f"{where}class={short(name)}: needs the name of a class in the run's own code")
         found: Any = find_class(cls, name)
         cls, values = found, {key: x for key, x in values.items() if key != "class"}
+    if where.endswith("train.") and values.get("attention") == "xla":  # of earlier versions, by XLA as plain is
+        values = values | {"attention": "plain"}
     hints, arguments = field_hints(cls), {}
     for key, value in values.items():
         if key in hints and dataclasses.is_dataclass(hints[key]):

@@ -104,7 +104,7 @@ def remat(run_block: Callable[..., jax.Array], kind: str, *, is_scanned: bool) -
 def _kept_with_dots(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Return whether remat="dots" keeps a result: of dense layers, of attention kernels and the norms' statistics.
 
-    The plain and the xla kernel then recompute the attention weights, which are not kept.
+    The plain kernel then recomputes the attention weights, which are not kept.
     """
     policies = jax.checkpoint_policies
     return (

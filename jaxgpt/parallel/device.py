@@ -29,9 +29,9 @@ def find_kernel(name: str) -> AttentionFn:
         from jaxgpt.layers.kernels.splash import splash_attention
 
         return with_dropout(splash_attention)
-    from jaxgpt.layers.kernels.fused import cudnn_attention, xla_attention
+    from jaxgpt.layers.kernels.cudnn import cudnn_attention
 
-    return with_dropout(cudnn_attention if name == "cudnn" else xla_attention)
+    return with_dropout(cudnn_attention)
 
 
 def with_dropout(kernel: AttentionFn) -> AttentionFn:
@@ -83,7 +83,7 @@ def compute_options(
     if attention == "auto" or refused:
         attention = "plain" if passed_over else fused
     said = f" instead of {train.attention} ({refused})" if refused else ""
-    if attention not in ("plain", "xla") and model.dropout:
+    if attention != "plain" and model.dropout:
         said += " (plain in training: it cannot drop weights)"
     elif attention == "plain" and passed_over and not refused:
         said += f" ({fused}: {passed_over})"
@@ -108,12 +108,12 @@ def _why_not(kernel: str, device: jax.Device, dtype: str, model: GPTConfig, is_p
         return why_not_splash(model.block_size, model.shape.head_dim, dtype)
     if kernel in ("native", "splash"):
         return f"the device is {device.device_kind}"
-    if kernel in ("xla", "cudnn") and model.attention_softcap is not None:
-        return "it cannot cap scores (model.attention_softcap)"
     return _why_not_cudnn(device, dtype, model, is_packed) if kernel == "cudnn" else None
 
 
 def _why_not_cudnn(device: jax.Device, dtype: str, model: GPTConfig, is_packed: bool) -> str | None:
+    if model.attention_softcap is not None:
+        return "it cannot cap scores (model.attention_softcap)"
     try:
         capability = float(getattr(device, "compute_capability", None) or "none")
     except ValueError:  # it has none, or is AMD's, with a capability such as "gfx942"

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import traverse_util
 from jax._src.config import threefry_gpu_kernel_lowering  # the context: `jax.config` sets it for all threads
 
@@ -26,7 +25,7 @@ from jaxgpt.optim import OptimConfig
 from jaxgpt.parallel.device import ComputeOptions, compute_options
 from jaxgpt.parallel.limits import count_parameters
 from jaxgpt.parallel.strategy import BatchSplit, EvalFn, StepFn, Strategy, make_single, split_batch, with_shardings
-from jaxgpt.train import LossFn, Metrics, Params, TrainState, eval_step, init_state, train_step
+from jaxgpt.train import LossFn, Params, TrainState, eval_step, init_state, train_step
 
 # Steps and batches that the device may still compute while the host goes on. On CPU `configure_jax` turns asynchronous
 # dispatch off. Elsewhere two hide the host's work. More would only queue memory, and several fake devices on few cores
@@ -111,7 +110,7 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
         schedule=optim.make_schedule(train.steps),
         grad_accum_steps=split.grad_accum_steps,
         merge=merge,
-        report=functools.partial(report_step, experiment),
+        report=experiment.optim.metrics,
     )
     adds_up = split.grad_accum_steps > 1 and not config.dropout
     eval_params = None
@@ -156,21 +155,6 @@ def make_losses(experiment: Experiment, model: GPT, *, on_gpu: bool = False) -> 
     for wrap in wraps:
         loss_fn, eval_fn = wrap(loss_fn), wrap(eval_fn)
     return loss_fn, eval_fn
-
-
-def report_step(experiment: Experiment, grads: Params, updates: Params, opt_state: Any) -> Metrics:
-    """Return the metrics of a step that the experiment asks for, besides those of every step."""
-    norms = layer_norms(grads) if experiment.train.log_layers else {}
-    return experiment.optim.metrics(grads, updates, opt_state) | norms
-
-
-def layer_norms(tree: Params) -> Metrics:
-    """Return the norm of each layer of gradients: {"grad_norm/h_0": ...}. A layer is a name at the top of the tree."""
-    layers = dict(tree)
-    if "block" in tree.get("h", {}):  # stacked by scan_layers, and the first axis is the layer's
-        stacked = jax.vmap(optax.tree.norm)(layers.pop("h"))
-        layers |= {f"h_{layer}": norm for layer, norm in enumerate(stacked)}
-    return {f"grad_norm/{name}": optax.tree.norm(layer) for name, layer in layers.items()}
 
 
 def _check_adapters(model: GPT, adapters: Params) -> None:

@@ -94,6 +94,15 @@ def test_json_and_back_is_the_identity(experiment):
     assert from_dict(Experiment, json.loads(json.dumps(dataclasses.asdict(experiment)))) == experiment
 
 
+def test_what_earlier_versions_wrote_is_read():
+    with pytest.warns(
+        UserWarning, match="train.log_layers=True: the norms of layers are logged by an OptimConfig.metrics"
+    ):
+        assert from_dict(Experiment, {"name": "x", "train": {"log_layers": True}}) == Experiment(name="x")
+    read = from_dict(Experiment, {"name": "x", "train": {"attention": "xla"}})
+    assert read.train.attention == "plain"
+
+
 def test_unknown_and_missing_fields_are_errors():
     with pytest.raises(UserError, match=r"unknown field model.n_layr \(did you mean n_layer\?\)"):
         from_dict(Experiment, {"name": "x", "model": {"n_layr": 3}})

@@ -133,7 +133,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "scan": {"model": LLAMA | {"scan_layers": True}},
     "scan-dropout-remat": {"model": {"scan_layers": True, "dropout": 0.1, "remat": "dots"}},
     "loss-chunk": {"parallel": {"loss_chunk": 8}},
-    "kernel-xla": {"train": {"attention": "xla"}},
     "bfloat16": {"train": {"dtype": "bfloat16"}, "model": LLAMA},
     "bytes": {"data": {"tokenizer": "byte"}},
     "lora": {"lora": {"rank": 4, "targets": ("q", "v", "c_proj")}, "train": {"init_from": "gpt2"}},

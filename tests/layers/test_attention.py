@@ -11,7 +11,6 @@ from jaxgpt.layers.kernels import plain
 from jaxgpt.layers.kernels.plain import DEFAULT_SCORES, Scores, cap_scores, plain_attention
 from jaxgpt.layers.linear import Dense
 from jaxgpt.model import GPTConfig
-from jaxgpt.parallel.device import find_kernel
 from tests.conftest import SIZES
 from tests.helpers import DIMS, FLOAT32_REORDERED, out_and_gradients
 
@@ -21,9 +20,9 @@ def qkv(dims="BTNH", kv_dims="BTKH"):
     return tuple(jnp.asarray(rng.normal(size=DIMS[d]), jnp.float32) for d in (dims, kv_dims, kv_dims))
 
 
-def attend(*qkv, scores=DEFAULT_SCORES, kernel="plain", **how):
-    """A kernel in one compiled program: op by op it is dozens."""
-    return jax.jit(lambda *qkv: find_kernel(kernel)(*qkv, scores, **how))(*qkv)
+def attend(*qkv, scores=DEFAULT_SCORES, **how):
+    """The plain kernel in one compiled program: op by op it is dozens."""
+    return jax.jit(lambda *qkv: plain_attention(*qkv, scores, **how))(*qkv)
 
 
 def defined_attention(q_BTNH, k_BSKH, v_BSKH, scores):
@@ -39,15 +38,14 @@ def defined_attention(q_BTNH, k_BSKH, v_BSKH, scores):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "scores"),
+    "scores",
     [
-        pytest.param("plain", Scores(), id="plain-how0"),
-        pytest.param("plain", Scores(scale=0.3, softcap=0.7, window=3), id="plain-how1"),
-        pytest.param("xla", Scores(scale=0.3, window=3), id="xla-how1"),
+        pytest.param(Scores(), id="plain-how0"),
+        pytest.param(Scores(scale=0.3, softcap=0.7, window=3), id="plain-how1"),
     ],
 )
-def test_every_kernel_computes_what_is_defined(kernel, scores):
-    out_BTNH = attend(*qkv(), scores=scores, kernel=kernel)
+def test_it_computes_what_is_defined(scores):
+    out_BTNH = attend(*qkv(), scores=scores)
     chex.assert_shape(out_BTNH, DIMS["BTNH"])
     np.testing.assert_allclose(out_BTNH, defined_attention(*qkv(), scores), **FLOAT32_REORDERED)
 

@@ -206,9 +206,7 @@ callbacks = [SEEN.append]  # a callback
 
 SMALL = dict(block_size=16, n_layer=1, n_head=2, n_embd=8)
 data = SumsConfig()
-train = TrainConfig(
-    steps=6, batch_size=4, log_every=1, log_layers=True, eval_every=3, checkpoint_every=2, keep_last=3, sample_tokens=8
-)
+train = TrainConfig(steps=6, batch_size=4, log_every=1, eval_every=3, checkpoint_every=2, keep_last=3, sample_tokens=8)
 plain = Experiment(name="own", model=GPTConfig(**SMALL), data=data, train=train, optim=OptimConfig(warmup_steps=1))
 layer = dataclasses.replace(plain, model=ExpertConfig(**SMALL), optim=OptimConfig(name="muon", warmup_steps=1))
 attention = dataclasses.replace(plain, model=AverageConfig(**SMALL))

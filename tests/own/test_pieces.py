@@ -1,7 +1,5 @@
 """What a user brings in a file of their own goes through everything: (pieces) x (uses). What cannot be says so."""
 
-import math
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -73,8 +71,6 @@ def test_it_trains_logs_and_is_resumed_bit_for_bit(trained, tmp_path):
     if type(experiment.optim).__name__ == "LossOptim":
         assert step["learning_rate"] == pytest.approx(0.5 * step["loss"])
         assert 0 < step["update_norm"] < step["mean_norm"]
-    norms = [x for name, x in step.items() if name.startswith("grad_norm/")]
-    assert len(norms) > 2 and math.hypot(*norms) == pytest.approx(step["grad_norm"], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def test_a_kernel_that_is_named_is_taken_or_refused_or_gives_way():
     """Every record can be used on every device; what this one cannot do is replaced, and that is said."""
     with pytest.raises(UserError, match="train.attention=cudnn is not available here: it cannot separate"):
         compute_options(GPTConfig(), TrainConfig(attention="cudnn"), NVIDIA, is_packed=True)
-    for device, attention in itertools.product((CPU, TPU, NVIDIA, AMD), ("auto", "plain", "xla", "cudnn", "splash")):
+    for device, attention in itertools.product((CPU, TPU, NVIDIA, AMD), ("auto", "plain", "cudnn", "splash")):
         train = TrainConfig(attention=attention)
         found = compute_options(GPTConfig(), train, device, required=False)
         if attention in ("cudnn", "splash") and device is not {"cudnn": NVIDIA, "splash": TPU}[attention]:

@@ -14,7 +14,7 @@ from gpu.row import Row, unavailable
 from gpu.setting import Setting
 from gpu.steps import ON_ONE, random_batches
 from jaxgpt import Experiment, GPTConfig, OptimConfig, TrainConfig
-from jaxgpt.layers.kernels.fused import cudnn_attention
+from jaxgpt.layers.kernels.cudnn import cudnn_attention
 from jaxgpt.layers.kernels.plain import Scores, plain_attention
 from jaxgpt.parallel.device import compute_options
 from jaxgpt.parallel.jax_setup import first_device

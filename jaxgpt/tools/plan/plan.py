@@ -120,7 +120,7 @@ def make_plan(
                 said = str(e).partition("\n")[0]
                 if "cuDNN" not in said and "head dim must be" not in said:
                     raise
-                raise UserError(f"no cuDNN attention here ({said}): take --train.attention xla, or {INSTALL}") from None
+                raise UserError(f"no cuDNN here ({said}): take --train.attention plain, or {INSTALL}") from None
     used = f"{len(devices)} x {devices[0].device_kind}, whatever the micro-batch, remat and fsdp"
     raise UserError(f"{experiment.name} does not fit on {used}: use more devices or a smaller model")
 

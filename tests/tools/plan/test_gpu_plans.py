@@ -138,7 +138,7 @@ def test_a_step_on_an_h100_is_one_graph_and_moves_no_more_than_its_forms_need(fo
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("heads", "The head dim must be <= 128 and a multiple of 8, but got 256.): take --train.attention xla, or"),
+        ("heads", "The head dim must be <= 128 and a multiple of 8, but got 256.): take --train.attention plain, or"),
         ("large", "does not fit on 1 x NVIDIA RTX PRO 6000 Blackwell Server Edition, whatever the micro-batch"),
     ],
 )
