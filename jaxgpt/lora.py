@@ -24,9 +24,8 @@ from jaxgpt.layers.linear import Dense, to_int8
 A, B = "lora_a", "lora_b"  # names of an adapter's matrices in the parameters
 # name of the scales of a kernel [D, F] of 8 bits, [F], or of 4 bits: step and least value of groups, [2, D / G, F]
 SCALE = "kernel_scale"
-# Inputs that have a scale together in 4 bits, or the greatest common divisor of this and D. With step and least value in
-# float16 a weight takes 5 bits. The error of trained kernels is 7.6% (root mean square), and 9.0% in NF4
-# (arXiv:2305.14314) with groups of 64 and 4.5 bits. Blocks of llama.cpp's Q4_1 come back as they were.
+# Inputs that have a scale together in 4 bits, or the greatest common divisor of this and D. A weight takes 5 bits, and errs by
+# 7.6% (root mean square), NF4's by 9.0% with 4.5 bits (arXiv:2305.14314). Blocks of Q4_1 come back as they were.
 GROUP = 32
 F = TypeVar("F", bound=Callable[..., Any])
 

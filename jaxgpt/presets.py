@@ -85,9 +85,8 @@ def depth(n: int, *, tokens_per_parameter: float = 20.0, tokens: float | None = 
     # Width in proportion to depth (arXiv:2001.08361, figure 5: the ratio matters little), heads of 64 as in GPT-2.
     width = 64 * n
     sizes = {"n_layer": n, "n_head": n, "n_embd": width, "block_size": width}
-    # Learning rates are the quickstart's. Over the width muP keeps the best ones (arXiv:2203.03466). Over the tokens they
-    # fall with the power 0.32 at one batch size (arXiv:2409.19913), and rise with the batch's root (arXiv:2205.10287),
-    # by the next rule with the power 0.25: about constant.
+    # The quickstart's learning rates: over the width muP keeps the best (arXiv:2203.03466). Over the tokens they fall by the
+    # power 0.32 at one batch size (arXiv:2409.19913), and rise with the batch's root (arXiv:2205.10287): about constant.
     model = dataclasses.replace(base.model, **sizes, mup_base_width=base.model.n_embd)
     parameters = 12 * n * width**2
     total = tokens_per_parameter * parameters if tokens is None else tokens

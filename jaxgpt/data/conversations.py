@@ -195,9 +195,8 @@ class Conversations(Split):
             lengths[n] = last[-1] + 1 if len(last) else 0
         return lengths, lengths - 1
 
-    # Best fit depends only on lengths, so it runs once: each epoch shuffles conversations of equal length among the
-    # rows, and the order of the rows. Every epoch thus has the same number of rows, and the n-th row of a run follows
-    # by arithmetic.
+    # Best fit depends only on lengths, so it runs once: each epoch shuffles conversations of equal length among the rows,
+    # and the rows. Every epoch thus has the same number of rows, and the n-th row of a run follows by arithmetic.
     @functools.cached_property
     def _packing(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (conversations, longest first), (ranks in that order, sorted by row) and (bounds of the rows in these)."""

@@ -158,10 +158,9 @@ def special_ids(tokenizer: Tokenizer, end: int | None = None) -> dict[str, int |
 
     end: the id that ends the turns of a chat, if no text has it.
     """
-    # A vocabulary of characters or bytes has no id to spare, and a new row would change the softmax. So the token that
-    # replaces an empty prompt serves, as an added token that is not special, which every decoder prints. Texts have no
-    # end: vLLM stops at the tokenizer's eos, whatever generation_config.json says. U+0003 ends a chat's turns, and is
-    # special, so that it is not printed.
+    # A vocabulary of characters or bytes has no id to spare: the token that replaces an empty prompt serves, not special, so
+    # that every decoder prints it. Texts have no end, since vLLM stops at the tokenizer's eos, whatever
+    # generation_config.json says. U+0003 ends a chat's turns, and is special, so that it is not printed.
     if isinstance(tokenizer, (CharTokenizer, ByteTokenizer)):
         start = find_start_token(tokenizer)[0]
         return {"bos": start, "eos": end, "pad": start if end is None else end, "unk": start}

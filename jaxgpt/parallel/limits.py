@@ -41,8 +41,7 @@ PEAKS = {
     "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": Peaks(503.8e12, 103_079_215_104, 1.792e12),
     "NVIDIA GeForce RTX 4090": Peaks(165.2e12, 24_000_000_000, 1.008e12),
     # TPU: FLOP/s from cloud.google.com/tpu/docs/v4, /v5e, /v5p and /v6e, bandwidths from jax-ml.github.io/scaling-book/tpus.
-    # Of the memory, programs can use 30.75, 15.75, 95.74 and 31.25 GiB on v4, v5e, v5p and v6e, by the out-of-memory
-    # message of libtpu 0.0.42.
+    # Programs can use 30.75, 15.75, 95.74 and 31.25 GiB of them on v4, v5e, v5p and v6e, by libtpu 0.0.42's own message.
     "TPU v4": Peaks(275e12, 32 * 2**30, 1.2e12),
     "TPU v5 lite": Peaks(197e12, 16 * 2**30, 8.1e11),
     "TPU v5": Peaks(459e12, 96 * 2**30, 2.8e12),

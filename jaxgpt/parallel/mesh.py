@@ -45,9 +45,8 @@ PARAMETER_SPECS = {
     QK_NORM: P(None),  # [H], but for a norm over all heads: BOTH_SPEC
 }
 
-# XLA for GPUs combines the gathers of a layer's parameters into one of up to 30 MB, and the layer waits for all of it
-# before its first product. Combined up to 4 MiB only, the gathers of later matrices overlap the first products: of
-# GPT-2 124M with fsdp=8 on H200, 4.8 of 4.8 ms can be hidden instead of 3.4.
+# XLA for GPUs combines the gathers of a layer up to 30 MB, and its first product waits for all of it. Up to 4 MiB, later
+# gathers overlap the first products: of GPT-2 124M with fsdp=8 on H200, 4.8 of 4.8 ms can be hidden instead of 3.4.
 GPU_OPTIONS = {"xla_gpu_all_gather_combine_threshold_bytes": 4 * 2**20}
 
 

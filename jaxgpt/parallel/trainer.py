@@ -27,9 +27,8 @@ from jaxgpt.parallel.limits import count_parameters
 from jaxgpt.parallel.strategy import BatchSplit, EvalFn, StepFn, Strategy, make_single, split_batch, with_shardings
 from jaxgpt.train import LossFn, Params, TrainState, eval_step, init_state, train_step
 
-# Steps and batches that the device may still compute while the host goes on. On CPU `configure_jax` turns asynchronous
-# dispatch off. Elsewhere two hide the host's work. More would only queue memory, and several fake devices on few cores
-# hang when hundreds of steps are in flight.
+# Steps and batches that the device may still compute while the host goes on. Two hide the host's work. More would only
+# queue memory, and several fake devices on few cores hang when hundreds of steps are in flight.
 IN_FLIGHT = 2
 Devices = Sequence[jax.Device] | None  # None means all processes' devices. A topology's are to compile for absent ones
 

@@ -109,8 +109,7 @@ class Engine:
             max_stops: stop tokens that a request may have.
             prefix_bytes: host memory for keys and values of prompts, which later prompts with the same beginning reuse.
             slides: whether to go on at the end of the context, with the window of `generate`, or to end the completion.
-            resizes: compute 1, 2, 4, ... rows, as many as are occupied, and not one for each slot. Few take less time, but
-                a logit may be rounded differently together with other requests.
+            resizes: compute 1, 2, 4, ... rows, as many as are occupied: faster, but other requests may change rounding.
             reproducible: also on a GPU one program draws whatever the requests are, so that others change no rounding.
         """
         self.model, self.params, self.slots = model, params, slots

@@ -69,12 +69,8 @@ class LayerCache(flax.struct.PyTreeNode):
         """Compute `plain_attention` over the tokens up to each query's position: out_BTNH.
 
         Columns are read in blocks with a running softmax (Milakov and Gimelshein 2018, arXiv:1805.02867). The
-        time thus grows with the tokens in the cache, not with its size, and the bits depend on neither.
-
-        Args:
-            q_BTNH: queries.
-            positions_BT: their positions, int32, consecutive in each row.
-            scores: scale, window and cap of the scores.
+        time thus grows with the tokens in the cache, not with its size, and the bits depend on neither. Positions are int32,
+        consecutive in each row.
         """
         B, T, N, H = q_BTNH.shape
         K, S = self.k_BKSH.shape[1:3]
