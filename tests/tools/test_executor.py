@@ -100,7 +100,7 @@ def test_a_run_that_fails_does_not_end_the_others_and_is_in_the_table(tmp_path, 
     monkeypatch.setattr(grid, "fit", fail)
     found = run_study(variants, tmp_path, seeds=1, say=said.append)
     assert found.tokens.rows[1].verdict == "1 of 1 failed"
-    assert said[1].startswith("seed 0, b: out of memory; 2 of 2 done, 1 failed")
+    assert said[1].startswith("seed 0, b: out of memory [####################] 2 of 2 done, 0 running, 1 failed")
     with pytest.raises(RuntimeError):  # the first one: a mistake in all of them
         run_study(dict(reversed(variants.items())), tmp_path, seeds=1)
 
