@@ -8,6 +8,7 @@ import json
 
 import pytest
 
+from jaxgpt.parallel.jax_setup import NO_MERGED_PRODUCTS
 from jaxgpt.parallel.limits import PEAKS, attention_flops
 from jaxgpt.presets import gpt2
 from tests.conftest import REPOSITORY
@@ -73,6 +74,7 @@ print(json.dumps(found))
 def found(tmp_path_factory):
     # As `jaxgpt plan` sets them. The tests hold no TPU, so that they need not wait for one another to let go of libtpu.
     env = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    env["XLA_FLAGS"] = NO_MERGED_PRODUCTS  # as every entrance sets it
     directory = tmp_path_factory.mktemp("plans")
     done = check_command("-c", COMPILE, str(REPOSITORY / "experiments"), cwd=directory, deadline=600, **env)
     assert done.stderr == ""  # no warning of a GPU or of CUDA that is not there
