@@ -202,10 +202,10 @@ BUDGET = {
     "cli": 1_280,  # with the conversation in a terminal, which tools paid for
     "tools": 3_806,
     "all of jaxgpt": 21_713,
-    "tests": 21_528,
+    "tests": 21_530,
 }
 # Nodes of Python's syntax tree, which no formatting changes: lines alone became dense.
-NODES = {"all of jaxgpt": 178_823, "tests": 194_941}
+NODES = {"all of jaxgpt": 178_823, "tests": 194_951}
 FILES = 120  # of the package
 
 
