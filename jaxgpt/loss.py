@@ -22,9 +22,8 @@ SOWN = ("losses", "metrics")  #: collections of what modules sow in training
 #: The loss of hidden states, such as `chunked_next_token_loss`,
 #: `(model, head, x_BTD, targets_BT, mask_BT, *, smoothing) -> (summed nats, number of targets)`
 HeadLoss = Callable[..., tuple[jax.Array, jax.Array]]
-log_sum_exp = functools.partial(
-    jax.nn.logsumexp, axis=-1
-)  #: logits_BTV -> log_sum_BT, the logarithm of softmax's denominator
+#: logits_BTV -> log_sum_BT, the logarithm of softmax's denominator
+log_sum_exp = functools.partial(jax.nn.logsumexp, axis=-1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -189,8 +189,8 @@ def test_only_the_command_line_prints():
 # The most lines of Python of each part, all of it counted. A part that shrinks takes its number down with it. One rises
 # only by what moves into it, or by a feature that other parts pay for in the same change: the sum never does.
 BUDGET = {
-    "the flat files and config": 3_216,
-    "layers": 1_284,
+    "the flat files and config": 3_215,
+    "layers": 1_285,
     "parallel": 1_429,
     "data": 2_758,
     "sample": 1_951,
@@ -205,7 +205,7 @@ BUDGET = {
     "tests": 21_530,
 }
 # Nodes of Python's syntax tree, which no formatting changes: lines alone became dense.
-NODES = {"all of jaxgpt": 178_823, "tests": 194_951}
+NODES = {"all of jaxgpt": 178_831, "tests": 194_951}
 FILES = 120  # of the package
 
 

@@ -1,4 +1,4 @@
-"""What a token costs on a GPU that is not there: kernels, CUDA graphs, waits and bytes, from the compiled program.
+"""Count the kernels, CUDA graphs, waits and bytes of a token on an absent GPU, in the compiled program.
 
 Question:  what does a GPU launch and read for each token that it draws, and when does it wait for the host?
 Command:   python experiments/benchmarks/decode_roofline.py [--topology h100:1]
@@ -11,6 +11,7 @@ Result:    see experiments/LOG.md, 2026-11-29.
 """
 
 import argparse
+import dataclasses
 import os
 import re
 
@@ -20,13 +21,14 @@ from roofline import Program, compile_program
 
 from jaxgpt import GPT, GPTConfig
 from jaxgpt.parallel.jax_setup import configure_jax
+from jaxgpt.presets import gpt2
 from jaxgpt.sample import programs
 from jaxgpt.sample.engine import BURST, MAX_STOPS
 from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.tools.plan.topology import topology_devices
 
 MODELS = {
-    "GPT-2 124M": GPTConfig(vocab_size=50304, block_size=1024, n_layer=12, n_head=12, n_embd=768, bias=False),
+    "GPT-2 124M": dataclasses.replace(gpt2("124M"), vocab_size=50304, dropout=0.0, bias=False),
     "Llama 1B": GPTConfig(
         vocab_size=128256,
         block_size=4096,
@@ -75,7 +77,7 @@ def lower(device, name: str, weights: str, rows: int, columns: int, drawn: str):
 
 
 def per_token(program: Program, turns: int) -> tuple[int, int]:
-    """Return the kernels of a token, and the bytes that they move. turns: of the loop, as the compiler knows them."""
+    """Return the number of kernels of a token, and the bytes that they move. turns: how often the loop runs."""
     skipped = "while/cond/" if turns > 1 else "while/cond/|/cond/branch_._fun/(?!dot)"
     kernels = [k for k in program.kernels if k.times == turns and not re.search(skipped, k.where)]
     return len(kernels), sum(k.bytes for k in kernels)

@@ -1,4 +1,4 @@
-"""How far do the forms for GPUs take a loss, its gradient and a training from float32, beside XLA's own in bfloat16?
+"""How far from float32 are losses, gradients and a training in bfloat16, with the forms for GPUs and without them?
 
 Question:  does a step that moves a quarter fewer bytes compute as well?
 Command:   python experiments/benchmarks/gpu_forms.py [--text shakespeare.txt] [--steps 500] [--seeds 5]

@@ -41,8 +41,8 @@ class Kernel:
     where: str  # its place in the model
     kind: str  # the instruction: fusion, custom-call, copy ...
     times: int
-    bytes: int  # of one execution, read and written
-    flops: int  # of its products, likewise
+    bytes: int  # that one execution reads and writes
+    flops: int  # that its products take in one execution
 
     @property
     def group(self) -> str:
@@ -75,7 +75,7 @@ def read_kernels(text: str) -> list[Kernel]:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What the compiler says of a step."""
+    """A compiled step: its kernels, its memory, and what the host has to do."""
 
     kernels: list[Kernel]
     temporaries: int  # bytes

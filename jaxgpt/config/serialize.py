@@ -99,7 +99,7 @@ def from_dict(
             raise UserError(f"{where}class={short(name)}: needs the name of a class in the run's own code")
         found: Any = find_class(cls, name)
         cls, values = found, {key: x for key, x in values.items() if key != "class"}
-    if where.endswith("train.") and values.get("attention") == "xla":  # of earlier versions, by XLA as plain is
+    if where.endswith("train.") and values.get("attention") == "xla":  # which earlier versions had
         values = values | {"attention": "plain"}
     hints, arguments = field_hints(cls), {}
     for key, value in values.items():

@@ -79,7 +79,7 @@ def as_it_is(setting: Setting) -> Steps:
 
 
 def vary(setting: Setting, name: str) -> Iterator[Row]:
-    """Time the steps of one variant and those of the step as it is, in turns."""
+    """Time steps of one variant in turns with steps as `fit` takes them."""
     base, other = as_it_is(setting), make_variant(setting, VARIANTS[name])
     seconds: dict[Steps, list[float]] = {base: [], other: []}
     for run in seconds:
