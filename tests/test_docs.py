@@ -189,7 +189,7 @@ def test_guides_are_plain_and_flow():
         found = list(script["sentences"](page.read_text(encoding="utf-8")))
         words = sum(len(said.split()) for _, said in found)
         is_reference = page.stem in REFERENCES or page.parent.name in ("extending", "results")
-        if len(found) > 5 and not 11 <= words / len(found) <= 18 or (words > 1200 and not is_reference):
+        if (len(found) > 5 and not 11 <= words / len(found) <= 18) or (words > 1200 and not is_reference):
             faults.append((page.name, f"{words} words in {len(found)} sentences"))
         fine = {"", "slot", "slots"} if page.stem in ("glossary", "serving") else {""}  # those two define it
         faults += [
