@@ -409,10 +409,7 @@ def _read_record(directory: Path) -> Json:
 
 
 def read_entry(directory: Path) -> Entry | None:
-    """Return (arrays by name, tokenizer, fingerprint, counts) of an entry, after hashing it.
-
-    That takes 0.6 s per gigabyte. Without an entry, or if it is damaged, the result is None.
-    """
+    """Return (arrays by name, tokenizer, fingerprint, counts) of an entry after hashing it, or None if it is damaged."""
     if not directory.exists():
         return None
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # and so `UserError`
