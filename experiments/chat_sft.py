@@ -40,9 +40,9 @@ experiment = Experiment(
         name="muon", learning_rate=3e-3, schedule="wsd", warmup_steps=20, decay_fraction=0.4, min_lr_ratio=0.0
     ),
     train=TrainConfig(
-        steps=100,
+        steps=60,
         batch_size=8,
-        eval_every=25,
+        eval_every=20,
         sample_prompt="What is str.rsplit?",
         sample_tokens=200,
         sample_temperature=0.0,
