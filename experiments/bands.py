@@ -6,7 +6,8 @@ Command     python experiments/bands.py quickstart experiments/sancho_mini.py ..
             says where the validation losses of runs lie: inside the interval of their experiment, above it, or below.
 Result      for each validation step the mean over the seeds, and the interval in which the loss of one more run lies with
             95% probability: Student's t on logarithms, since losses are positive and a seed that learns late is far
-            above the others. experiments/bands/ has the experiments that run on a CPU; see LOG.md.
+            above the others. experiments/bands/ has the experiments that run on a CPU, and LOG.md a table:
+            2026-11-22, "look inside, compare, translate".
 
 Runs stay in --runs. A complete run is not trained again.
 """

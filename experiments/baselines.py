@@ -1,4 +1,4 @@
-"""Compute baselines for a loss: bits per character of models that are not networks, on the same held-out text.
+"""How good is a loss? Compute bits per character of models that are not networks, on the same held-out text.
 
 Question    a run has 2.05 bits per character. Is that less than the size of the alphabet gives, than letter
             frequencies, than a table of five-character n-grams, than gzip and xz?
@@ -6,7 +6,7 @@ Reference   Shannon 1951, "Prediction and entropy of printed English"; Witten an
             37(4), method C, for contexts that the table has seen rarely or never.
 Command     python experiments/baselines.py quijote.txt shakespeare.txt [--run RUN ...]
             A run's bits are those of its own validation text, so compare runs that were trained on one of these texts.
-Result      see LOG.md.
+Result      docs/results/studies.md, under "Baselines", and LOG.md, 2026-11-22, "look inside, compare, translate".
 
 All baselines are fitted to the first 90% of a text's characters and measured on the rest, as runs are. Compressors get
 the rest by itself, and after the first part, where the bytes that it adds are counted.

@@ -1,4 +1,4 @@
-"""CORE of DataComp-LM: one number for what a run knows, from 20 of its 22 tasks.
+"""How much does a run know? One number for it: CORE of DataComp-LM, from 20 of its 22 tasks.
 
 Question    how far above chance does a run answer, over tasks of knowledge, reading, reasoning and symbols?
 Reference   Li et al. 2024, arXiv:2406.11794. Tasks, shots and percent right by chance are from

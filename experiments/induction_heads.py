@@ -1,4 +1,4 @@
-"""Study: do induction heads predict repeated tokens, and does anything else need them?
+"""Do induction heads predict repeated tokens, and does anything else need them?
 
 Question    small models learn text that repeats itself. Which heads attend to the token after the last occurrence of
             the current one? Without them, does the loss rise on repeated tokens, and only there?
@@ -19,7 +19,7 @@ Result      five seeds, nats per token, 95% intervals over seeds (2026-11-23). O
             by 0.246 ± 0.134 (full: 0.280 ± 0.270).
 Verdict     as expected: only repeated tokens need induction heads; in a full model new ones are even predicted slightly
             better without them. The first layer has no free heads: those with neither score serve both kinds of tokens,
-            also in a model of three layers, where they are as many as the induction heads (LOG.md).
+            also in a model of three layers, where they are as many as the induction heads (LOG.md, 2026-11-23).
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Study: does the best learning rate of a narrow model serve a wide one?
+"""Does the best learning rate of a narrow model serve a wide one?
 
 Question    in the standard parametrisation and in muP (`model.mup_base_width`): by how much does the best learning rate
             move from width 64 to 512?
@@ -14,7 +14,8 @@ Result      AdamW, five seeds, 95% by a bootstrap over seeds (2026-11-23). From 
             muP's narrow models are better (2.457 nats against 2.570 at width 64), its wide ones worse (2.402 against 2.367
             at width 512). Muon, widths 64 to 256: standard 0.85 (0.80 to 0.90), muP 1.03 (0.91 to 1.21).
 Verdict     as expected: a rate tuned at width 64 serves width 512. But it is the best rate of muP: above the base width
-            the standard parametrisation, tuned at that width, reaches a lower loss in runs this short (LOG.md).
+            the standard parametrisation, tuned at that width, reaches a lower loss in runs this short (LOG.md,
+            2026-11-23).
 """
 
 import argparse

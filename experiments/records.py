@@ -6,7 +6,7 @@ Command     python experiments/records.py EXPERIMENT.py[:NAME] --data.path shake
                 --out experiments/results/records/NAME.json [--against EXPERIMENT.py[:NAME]] [--seeds 20] [--on local:2]
             python experiments/records.py check experiments/RECORDS.md
 Method      an experiment gets N steps, with its complete schedule within them. The whole validation split is measured
-            after the last step. `jaxgpt audit` then takes all steps again, from the seed. The experiment after --against
+            after the last step. `jaxgpt audit` then recomputes all steps, from the seed. The experiment after --against
             is trained with the same steps and seeds, and not audited. Seconds count the steps, without
             compilation and validation.
 Result      the file after --out, written again after each audit, and a row for the table of RECORDS.md. `check` trains

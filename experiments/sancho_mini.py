@@ -1,4 +1,4 @@
-"""sancho-mini: a character GPT that writes Cervantes' verse.
+"""Train sancho-mini, a character GPT that writes Cervantes' verse.
 
 Reference   the course "Construyamos un GPT" (github.com/gabmerlo/Construyamos-GPT): LayerNorm before attention and
             before a ReLU MLP of four times the width, no bias in queries, keys and values. Its validation loss falls to

@@ -1,4 +1,4 @@
-"""Scaling laws: does a law fitted to small runs predict the loss of a run with ten times the compute?
+"""Does a scaling law that is fitted to small runs predict the loss of a run with ten times the compute?
 
 Question    how does the loss depend on parameters N and tokens D, and what will a larger run reach? The prediction is
             written down before that run is trained.
@@ -12,7 +12,8 @@ Models      three or four widths of an experiment's architecture, with heads of 
 Command     python experiments/scaling_laws.py quickstart --data.path mytext.txt [--minutes 30] [--run-dir DIR] [--json]
             The first word is an experiment, as for `jaxgpt train`, whose fields are options too. The same command resumes
             the runs in DIR (default: runs/scale/NAME), which `jaxgpt scale` of version 0.2.0 may have begun.
-Result      DIR/plan.json; prediction.json, written once; scale.json and scale.png. See docs/scaling.md and LOG.md.
+Result      DIR/plan.json; prediction.json, written once; scale.json and scale.png. docs/scaling.md explains them. LOG.md,
+            2026-11-23, "scaling laws of two texts", has two predictions and what was measured.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Study: does a run write faster when a smaller one drafts its tokens?
+"""Does a run write faster when a smaller one drafts its tokens?
 
 Question    a small model proposes several tokens, and the large one checks them in one pass. A completion has exactly the
             large model's own distribution. A greedy one is the same token for token. What does it gain?
@@ -7,7 +7,8 @@ Command     python experiments/speculative.py runs/mine runs/small [--prompt "Th
             Both runs need one tokenizer: train them on the same data.
 Hardware    one device of any kind; a small pair takes seconds on two cores of a CPU
 Expected    the gain is the number of tokens kept for each pass, less the time of the draft. A bad draft only costs time.
-Result      the quickstart's model with itself as the draft, greedy, on CPU: the same text, at 980 tokens/s (LOG.md, 2026-11-21).
+Result      the quickstart's model with itself as the draft, greedy, on CPU: the same text, at 980 tokens/s (LOG.md,
+            2026-11-21, "sampling, small").
 Verdict     no gain where the draft costs as much as the model. A large model with a small draft has not been timed.
 """
 

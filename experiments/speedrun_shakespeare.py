@@ -10,7 +10,7 @@ Command     python experiments/speedrun_shakespeare.py --data.path shakespeare.t
 Expected    11 s: two layers of 80 took 280 steps, 15.4 s on two cores of an Intel Xeon and 13.6 s on an AMD EPYC.
 Result      2026-11-23: 1.8625 after 9.0 s (five seeds; standard deviations 0.0064 and 0.3 s), two cores of an Intel
             Xeon; two layers of 80 took 10.5 s in turns with it. 8.1 s (0.2) a day later, with the step compiled in a
-            thread. LOG.md has each change, failures included.
+            thread. LOG.md, 2026-11-23, has each change, failures included.
 Verdict     two narrow layers, a momentum of 0.8, rotations for a short context and an untied output matrix learn
             enough in fewer steps of a cheaper model. Each of the five seeds is below the mark.
 """

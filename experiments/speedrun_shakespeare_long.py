@@ -1,7 +1,7 @@
 """How fast can two CPU cores learn Tiny Shakespeare as well as nanoGPT's 384-wide model on an A100?
 
 Reference   nanoGPT's README: validation loss 1.4697, the best of 5,000 iterations, 3 minutes on one A100.
-Rules       those of speedrun_shakespeare.py, whose second rung this is: the clock starts with the process, from an
+Rules       as in speedrun_shakespeare.py, of which this is the harder one: the clock starts with the process, from an
             empty cache, and stops when the loss over the full validation split is in metrics.jsonl. At most 20 minutes.
 Command     python experiments/speedrun_shakespeare_long.py --data.path shakespeare.txt
             python experiments/benchmarks/speedrun.py shakespeare.txt
@@ -9,7 +9,7 @@ Command     python experiments/speedrun_shakespeare_long.py --data.path shakespe
 Expected    230 s: six heads took 1,000 steps and 256 s in turns with this, and a step with three heads takes 0.89 of
             the time.
 Result      2026-11-24: 1.4636 after 216 s (five seeds; standard deviations 0.0062 and 3 s), two cores of an Intel Xeon.
-            LOG.md has the effect of each change, failures included.
+            LOG.md has the effect of each change on 2026-11-22 and 24, failures included.
 Verdict     a model a tenth as large as nanoGPT's reaches its loss in four passes over the text; dropout only slows it
             down. Wider heads are cheaper on a CPU and learn a little less. Each of the five seeds is below the mark.
 """

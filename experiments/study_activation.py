@@ -1,4 +1,4 @@
-"""Study: which activation is best at equal parameters?
+"""Which activation is best at equal parameters?
 
 Question    ReLU, GELU, squared ReLU and SwiGLU with the same number of parameters: which learns most from the same
             number of tokens, and which in the same CPU time?

@@ -1,4 +1,4 @@
-"""Study: what does it cost to scale attention by the embedding size instead of the head size?
+"""What does it cost to scale attention by the embedding size instead of the head size?
 
 Question    the course "Construyamos un GPT" divides scores by the square root of the embedding size C in its code, but
             its text says the key size, as the paper does. Does it matter?

@@ -1,4 +1,4 @@
-"""Study: does the position of the norm decide whether warm-up is needed?
+"""Does the position of the norm decide whether warm-up is needed?
 
 Question    LayerNorm before each branch (pre, GPT-2) or after the sum (post, 2017), with and without a linear warm-up
             of the learning rate: what does each cost?

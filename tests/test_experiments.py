@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import runpy
 import shlex
 
 import jax
@@ -17,13 +18,13 @@ from jaxgpt.training import fit
 from tests.conftest import REPOSITORY
 from tests.helpers import run_command
 
-# What lies beside the pages and is none: programs that measure, and may use any module.
-TOOLS = {
-    *("bands.py", "baselines.py", "core.py", "induction_heads.py", "learning_rate_transfer.py", "orders.py"),
-    *("memorisation.py", "minimal.py", "python_questions.py", "records.py", "scaling_laws.py"),
-    *("speculative.py", "step_cost.py", "track.py"),
-}
-FILES = [path for path in sorted((REPOSITORY / "experiments").glob("*.py")) if path.name not in TOOLS]
+HERE = REPOSITORY / "experiments"
+# Beside them lie programs that measure, and may use any module.
+FILES = [path for path in sorted(HERE.glob("*.py")) if "\nexperiment = " in path.read_text()]
+
+
+def test_the_readme_has_the_first_lines_of_the_docstrings():
+    assert runpy.run_path(str(HERE / "readme.py"))["render"]() == (HERE / "README.md").read_text(encoding="utf-8")
 
 
 def list_experiments():
@@ -68,7 +69,7 @@ BENCHMARKS = {
 def test_a_benchmark_shrunken(name, tmp_path, text_file):
     words, said = BENCHMARKS[name]
     argv = [str(text_file) if word == "TEXT" else word for word in shlex.split(words)]
-    path = REPOSITORY / f"experiments/benchmarks/{name}.py"
+    path = HERE / f"benchmarks/{name}.py"
     done = run_command(str(path), "--json", "found.json", *argv, cwd=tmp_path, JAXGPT_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 0 and said in done.stdout, done.stderr
     assert json.loads((tmp_path / "found.json").read_text())
@@ -94,10 +95,7 @@ def test_two_shrunken_steps(name, text_file, tmp_path, request):
     assert run.step == 2 and run.val_loss is not None
 
 
-STUDIES = [path for path in FILES if path.name.startswith("study_")]
-
-
-@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(HERE.glob("study_*.py")), ids=lambda path: path.name)
 def test_a_studys_variants_can_be_compared(path):
     variants = load_variants(str(path))
     check_comparable(variants)

@@ -6,7 +6,7 @@ Command:   python experiments/benchmarks/compilation.py --nanogpt DIR        (ne
 Method:    the workers of training.py, one at a time, in turns. Cold: an empty cache directory, for XLA's programs and
            for torch's. Warm: the same directory again. The eager peers cache nothing, and show the cost without
            compilation.
-Result:    see LOG.md.
+Result:    docs/results/training.md, under "Start-up", and LOG.md, 2026-11-22, "another machine, and the second rung".
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Count the kernels, CUDA graphs, waits and bytes of a token on an absent GPU, in the compiled program.
+"""Count what a GPU that is not there launches and reads for each token that it writes, in the compiled program.
 
 Question:  what does a GPU launch and read for each token that it draws, and when does it wait for the host?
 Command:   python experiments/benchmarks/decode_roofline.py [--topology h100:1]
@@ -7,7 +7,7 @@ Method:    `decode_plain`, and `decode`, the program for all requests, are compi
            keys and values, and attention to all columns. Kernels and bytes of a token are counted as in roofline.py, in
            the loop without branches of conditionals. The host launches graphs, and waits in each turn of a loop whose
            length is unknown, and for each conditional outside of a graph.
-Result:    see experiments/LOG.md, 2026-11-29.
+Result:    LOG.md, 2026-11-29, "a token in one CUDA graph".
 """
 
 import argparse

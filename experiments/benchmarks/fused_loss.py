@@ -1,4 +1,4 @@
-"""Cross-entropy of GPT-2 124M by Pallas kernels for TPU, which never write the [U, V] logits to memory.
+"""Train GPT-2 124M with a cross-entropy by Pallas kernels for TPU, which never write the [U, V] logits to memory.
 
 Question    Is a step on a TPU faster by a loss that keeps the logits on the chip and computes them three times?
 Reference   Liger Kernel (Hsu et al. 2024, arXiv:2410.10989) and tokamax have such losses.
@@ -9,7 +9,7 @@ Command     jaxgpt study experiments/benchmarks/fused_loss.py --data.path DIR   
 Hardware    a TPU. `--objective.interpret` runs the kernels elsewhere, slowly, in Pallas's interpreter.
 Expected    Faster where 4 D FLOPs take less than half of the time of 18 bytes of memory: on a v6e at width 768, not on a
             v5e or v5p, whose memory is faster for their arithmetic.
-Result      Not timed yet, since no TPU was at hand. In Pallas's interpreter, values and gradients equal those of the
+Result      Not timed yet, since there was no TPU. In Pallas's interpreter, values and gradients equal those of the
             loss that is computed from the logits.
 """
 

@@ -8,7 +8,7 @@ Method:    on a CPU, which rounds to bfloat16 and float16 where a GPU does, but 
            2. Gradients of nanoGPT's small CPU model (4 layers, 128 wide, characters) at its initial values, of some
               seeds: the norm of the difference from float32's over the norm of float32's.
            3. The losses of one training in float32, in bfloat16, and in bfloat16 with the forms: same values, same batches.
-Result:    see LOG.md.
+Result:    LOG.md, 2026-11-29, "what a step of GPT-2 124M moves on an H100, form by form".
 """
 
 import argparse

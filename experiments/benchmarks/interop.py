@@ -2,6 +2,8 @@
 
     python experiments/benchmarks/interop.py [--size 1558M] [--rounds 3]       (needs `jaxgpt[hf,bench]`)
 
+Result: LOG.md, 2026-11-21, "weights in and out".
+
 The checkpoint has GPT-2's shape, random parameters in bfloat16, and one file. Each measurement is a process of its own.
 Its peak is the largest resident memory of that process; the base is the peak of a process that only imports the same
 packages. All files have been read once before, so that no measurement waits for reading from the disk; import and

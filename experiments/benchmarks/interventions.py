@@ -1,4 +1,4 @@
-"""Patch each head at each position from one prompt into another, as TransformerLens does and as jaxgpt does.
+"""How fast is activation patching? Each head at each position, by TransformerLens and by jaxgpt.
 
 Question:  are all head-by-position patches equal to TransformerLens's to 1e-4, in at most a fifth of its time?
 Command:   python experiments/benchmarks/interventions.py      (needs pip install transformer-lens)
@@ -10,7 +10,7 @@ Method:    both read one directory in Hugging Face's format, in float32. The met
            process; compilation is timed apart. The processor time of all cores is less disturbed by other work than the
            clock. A patch of TransformerLens is a whole forward pass, whatever the layer: with --parts 3 each round runs a
            third of its layers, and its time is three times that; three rounds compare all patches.
-Result:    see LOG.md.
+Result:    LOG.md, 2026-11-23, "activation patching beside TransformerLens", and 2026-11-24, "patches by whole blocks".
 """
 
 import argparse

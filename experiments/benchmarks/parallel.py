@@ -2,6 +2,8 @@
 
     python experiments/benchmarks/parallel.py [memory] [depth] [overhead]       (default: all three)
 
+Result: LOG.md, 2026-11-21, "many devices, and TPU slices on paper".
+
 memory      GPT-2 124M, 32 x 1024 tokens on one TPU v5p, as estimated by the compiler (needs `jaxgpt[tpu]`, but no TPU)
 depth       seconds to trace and to compile the training step of 12 and of 48 layers, scanned and unrolled, on this host
 overhead    one step of a tiny model on one device through jit, pmap and mesh: the difference is host time

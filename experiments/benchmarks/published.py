@@ -7,7 +7,7 @@ Method:    the file is imported in float32, and exported for transformers in flo
            A start is a process that loads the model and draws one token: its seconds by the clock, and of processor
            time. It is cold if the compilation cache is empty. The time of one token is subtracted from the time of 64
            to get the decoding, each the median of three calls after one to warm up. All systems take turns, round by round.
-Result:    see LOG.md.
+Result:    docs/results/sampling.md, under "A published model", and LOG.md, 2026-11-28, "four bits that lose less".
 """
 
 import argparse

@@ -1,6 +1,8 @@
-"""Plan the training steps whose times llm.c and MaxText publish: python published_steps.py NAME
+"""How good is a plan? Plan the training steps whose times llm.c and MaxText publish.
 
-docs/planning.md has what this printed, and what they measured. The model, the batch, the recomputation and the devices
+    python experiments/benchmarks/published_steps.py NAME
+
+docs/results/accelerators.md has what this printed, and what they measured. The model, the batch, the recomputation and the devices
 are theirs; the compiled program is ours.
 """
 

@@ -1,4 +1,4 @@
-"""The roofline of a training step on a GPU or TPU that is not there: launches, bytes and FLOPs by group, from the compiled program.
+"""Count what a training step moves and multiplies on a GPU or TPU that is not there, by group, in the compiled program.
 
 Question:  what does a step move and multiply, and how fast could the device do each of its kernels?
 Command:   python experiments/benchmarks/roofline.py [--topology h100:1] [--rows 32] [--context 1024] [--optim muon]
@@ -8,7 +8,7 @@ Method:    the step is compiled as `jaxgpt plan` compiles it, and traffic.py cou
            multiplies. A kernel takes its bytes at the data sheet's bandwidth or its products at the data sheet's rate,
            whichever is longer. The sum is of kernels in turn. Those of one CUDA graph are launched by the GPU itself.
            XLA chooses tiles by timing them on a GPU: here it has none, so that fusions around products may differ.
-Result:    see docs/results.md, "The step on an H100, by group".
+Result:    docs/results/accelerators.md, under "The step on an H100, by group".
 """
 
 import argparse

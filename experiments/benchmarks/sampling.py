@@ -6,7 +6,7 @@ Command:   python experiments/benchmarks/sampling.py            (needs pip insta
 Method:    each system in a process of its own, one warm-up call for each batch, then the median of three calls. Systems
            take turns, round by round, and the table has the median round. The ceiling at batch 1 is memory bandwidth:
            each token reads all weights, at the measured speed of a sum over as much memory.
-Result:    see LOG.md.
+Result:    docs/results/sampling.md, and LOG.md, 2026-11-26, "decoding at the memory's speed".
 """
 
 import argparse

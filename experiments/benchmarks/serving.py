@@ -10,7 +10,7 @@ Method:    both serve one set of weights: transformers writes them, `jaxgpt impo
            come the measured ones, whose prompts are all different. The table has medians of the rounds. A token arrives
            with the event that carries it: where an event carries several, the time between the others is 0; "stall" is
            the time between events. Both servers give the same text for the same prompt, or the script fails.
-Result:    see LOG.md.
+Result:    docs/results/serving.md, and LOG.md, 2026-11-23, "decoding in slots, and a server".
 """
 
 import argparse

@@ -7,7 +7,7 @@ Command:   python experiments/benchmarks/speedrun.py shakespeare.txt
 Method:    each seed runs in a process of its own with an empty cache directory, one after the other. The clock stops
            when the line of the last validation is in metrics.jsonl, which is polled twenty times a second. What follows
            (saving, the picture, the sample) counts only in the last column.
-Result:    see LOG.md.
+Result:    experiments/RECORDS.md, and LOG.md, 2026-11-23, "faster speedruns, and a heap for each thread".
 """
 
 import argparse

@@ -9,7 +9,8 @@ Method:    every command in a process of its own, in turns, round by round; medi
            their own. A milestone is the time from the start of the process until it is reached; tracing, lowering and
            compiling are sums over all programs, as JAX reports them. For a topology, the processor time of this process,
            with the compiler's threads and children. It takes the flags of XLA_FLAGS, and tunes nothing.
-Result:    see LOG.md.
+Result:    docs/results/training.md, under "Start-up", and LOG.md, 2026-11-24, "the quickstart's first step in 1.9 s with a
+           warm cache", and 2026-11-29, "the first start on an H100, by the compiler's clock".
 """
 
 import argparse

@@ -7,7 +7,7 @@ Method:    four schemas in turn, drawn at temperature 1 in 60 tokens, checked by
            turns: bursts of eight steps without a grammar, single steps without one, single steps with an expression that
            any text matches, so that all rows draw equally many tokens. A grammar needs single steps, since the host
            must see each token before it can mask the next.
-Result:    see LOG.md.
+Result:    LOG.md, 2026-11-25, "structured output and its mask".
 """
 
 import argparse

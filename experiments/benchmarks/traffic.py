@@ -1,6 +1,6 @@
 """How long does a compiled step take at least, if each kernel waits for its arithmetic or for its memory?
 
-Question    where does the time of a training step go on a GPU, before one is at hand?
+Question    where does the time of a training step go on a GPU, before there is one?
 Method      the text of the compiled program has every kernel with its operands and results. Each operand and result
             counts once, at the full bandwidth of the memory, and products at the full rate of the data sheet. On a GPU
             kernels run one after another, and each takes the longer of the two. A TPU prefetches for the next.

@@ -10,7 +10,7 @@ Method:    each system runs in a process of its own, compiled and warm. They tak
            round after round, so that a busy minute of the machine affects all of them. Ratios are medians of the ratios
            within a round. --nanogpt: a checkout of github.com/karpathy/nanoGPT, used in place. With --busy each round
            has its turns twice, alone and beside processes that count. Fewer cores: `taskset -c 0 python ...`.
-Result:    see LOG.md.
+Result:    docs/results/training.md, and LOG.md, 2026-11-29, "beside nanoGPT on a CPU, again".
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Study: what do the layers of a run know, which heads look back, and which parts write its guess?
+"""What do the layers of a run know, which heads look back, and which parts write its guess?
 
 Question    from which layer on can the next token be read off the stream, and the token before the current one? Which heads
             find it? Which parts make the most likely next token more likely than the second?

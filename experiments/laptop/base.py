@@ -1,10 +1,10 @@
-"""The model, the text and the batch of the track for two cores, and of the study "does a laptop predict a pod?".
+"""Train the model that the track of fewest steps and the study of laptop and pod hold fixed, with Muon or with AdamW.
 
 Question    none of its own: what the track holds fixed, with Muon and with AdamW.
-Reference   the plain recipe of modded-nanogpt's track 3, as on the shelf (`experiments/zoo/base.py`), at twice its size.
-Change      The shelf's model with a width of 88, which has 384,120 parameters with Shakespeare's 65 characters. Each
+Reference   the plain recipe of modded-nanogpt's track 3, as in the zoo (`experiments/zoo/base.py`), at twice its size.
+Change      The model of the zoo with a width of 88, which has 384,120 parameters with Shakespeare's 65 characters. Each
             doubling of the width has four times as many, with the same size of a head, and muP from a width of 88.
-            Twice the shelf's size leaves room for two doublings on a laptop. A step reads 16 x 64 characters.
+            Twice the size leaves room for two doublings on a laptop. A step reads 16 x 64 characters.
 Command     jaxgpt train experiments/laptop/base.py --data.path shakespeare.txt
 Expected    1.88 after about 250 steps with Muon, and 450 with AdamW.
 Result      see ../RECORDS.md and ../../docs/laptop-and-pod.md.

@@ -1,7 +1,7 @@
-"""Entries of the track "Fewest steps": NorMuon and SOAP, with the fields that the study's sweeps found.
+"""Train entries of the track "Fewest steps" of RECORDS.md: NorMuon and SOAP, with the fields that the sweeps found.
 
 Question    how few steps does an optimiser need for a loss of 1.88?
-Reference   the pages `../zoo/normuon.py` and `../zoo/soap.py`. SOAP is set as in track 3 of modded-nanogpt: for matrices
+Reference   the entries `../zoo/normuon.py` and `../zoo/soap.py` of the zoo. SOAP is set as in track 3 of modded-nanogpt: for matrices
             only, with a new basis in each step.
 Change      the optimiser of `base.py`. Its fields are from ../results/laptop/sweeps.json.
 Command     python experiments/records.py experiments/laptop/entries.py:soap --data.path shakespeare.txt --steps N

@@ -1,6 +1,6 @@
-"""Four optimisers that the shelf does not have: SGD with momentum, Adafactor, Shampoo and Prodigy.
+"""Train with an optimiser that the zoo does not have: SGD with momentum, Adafactor, Shampoo or Prodigy.
 
-Question    none of its own: `run.py` compares them with eight of the shelf and of jaxgpt.
+Question    none of its own: `run.py` compares them with eight of the zoo and of jaxgpt.
 Reference   SGD with Nesterov's momentum: Sutskever et al. 2013. Adafactor: Shazeer and Stern 2018, arXiv:1804.04235,
             algorithm 4 with momentum where beta1 is above 0. Shampoo: Gupta et al. 2018, arXiv:1802.09568, with running
             means and the size of Adam's update for each matrix, as Shi et al. 2023, arXiv:2309.06497. Prodigy: Mishchenko

@@ -1,22 +1,26 @@
-"""Does a laptop predict a pod? Twelve optimisers, tuned alike, at three widths, and ten ideas, with twenty seeds each.
+"""Does a laptop predict a pod? Twelve optimisers and thirteen ideas on two CPU cores, beside what eight H100 have found.
 
 Question    modded-nanogpt's track 3 orders optimisers by their steps to a loss, with 124M parameters on eight H100. Does a
             model of 0.4M parameters on two cores order them alike, and do wider ones come nearer?
 Reference   github.com/KellerJordan/modded-nanogpt, records/track_3_optimization/README.md at commit f411b3d, 2026-08-01:
             see TRACK_3. For ideas also nanochat's dev/LOG.md: see ../../docs/laptop-and-pod.md.
-Change      All runs have the text, batch and model of `base.py`. Each optimiser has nine trials of `jaxgpt sweep` over
-            its learning rate and one other field, see OVER, at width 88: nine of 66 steps, and the best three with 200
-            steps and two new seeds. The winner's fields hold at all widths, by muP. Then each optimiser is trained to
-            100 and to 200 steps, each with a complete schedule, with seeds 0 to 19. The target of a width is AdamW's
-            mean loss after 200 steps. Steps to it are a straight line between two losses over the logarithm of the steps;
-            where they are more than 200 they are extrapolated. Added after the first two seeds: Muon and its two
-            relatives are also trained to 50 steps, since after 100 they are below the target. Added after ten seeds:
-            five more optimisers, which are nearer to track 3's, see NEARER. They are tuned alike, and have 50, 100 and
-            200 steps. Added after their first seeds: the six that track 3 has are trained to 800 steps with five seeds, which
-            is less than one pass over the text, with the rates of 200 steps, and so are the baseline and three ideas, see
-            FURTHER_IDEAS, after all ideas had their seeds. These ideas are also trained at the wider widths, with five
-            seeds. At widths 176 and 352 Muon and its relatives have no 200 steps, which cost hours and decide nothing.
-            Width 352 has seeds 0 to 15: more do not fit into the twelve hours of two cores set for all but the null edits.
+Models      the text, batch and model of `base.py` at widths 88, 176 and 352, with 0.4, 1.5 and 6.0 million parameters.
+Tuning      nine trials of `jaxgpt sweep` for each optimiser at width 88, over its learning rate and one other field, see
+            OVER: nine of 66 steps, and the best three with 200 steps and two new seeds. The winner's fields hold at all
+            widths, by muP.
+Runs        Twelve optimisers to 100 and to 200 steps, each with a complete schedule: 20 seeds at widths 88 and 176, and 16
+            at 352, since more do not fit into the twelve hours of two cores set for all but the null edits. Muon and its
+            two relatives are below the target after 100 steps, so they have 50 steps too, and in wider models no 200.
+            Five variants nearer to track 3's, see NEARER: tuned alike, 50, 100 and 200 steps, 20 seeds at width 88.
+            The six that track 3 has, to 800 steps: five seeds at width 88 with the rates of 200 steps, which is less than
+            one pass over the text.
+            Thirteen ideas with Muon, 200 steps: 20 seeds at width 88. Three of them, see FURTHER_IDEAS, have five seeds
+            with 800 steps, and five with 200 steps at widths 176 and 352.
+            200 null edits of three seeds and 100 steps, which change nothing but the seeds.
+Steps       The target of a width is AdamW's mean loss after 200 steps. Steps to it are a straight line between two losses
+            over the logarithm of the steps; where they are more than 200 they are extrapolated.
+Added       50 steps after the first two seeds, the five variants after ten, 800 steps after the first seeds of these, and
+            the three ideas, longer and wider, after all ideas had their seeds.
 Command     python experiments/laptop/run.py sweeps --text shakespeare.txt
             python experiments/laptop/run.py optimizers --width 88 --text shakespeare.txt     # then 176 and 352
             python experiments/laptop/run.py nearer --text shakespeare.txt
@@ -28,7 +32,7 @@ Command     python experiments/laptop/run.py sweeps --text shakespeare.txt
             ../results/laptop/ is not run again. `report` says what is known so far.
 Expected    Written before the first run. In the order of steps, fewest first: NorMuon, Muon, Muon with Polar Express, SOAP,
             Shampoo, cautious AdamW, schedule-free AdamW, AdamW, Adafactor, Prodigy, Lion, SGD. The rank correlation with
-            the five that track 3 has is 0.6 to 0.9, since SOAP, its first, is behind Muon on the shelf. Wider models bring
+            the five that track 3 has is 0.6 to 0.9, since SOAP, its first, is behind Muon in the zoo. Wider models bring
             SOAP and Shampoo nearer to Muon. The first three differ by less than 5% of the steps at every width.
             Of the ten ideas with a verdict, eight have its sign. Value embeddings and the cap of logits do not: the
             text has 65 characters, and 200 steps make no large logits. Of the three that the two projects judge
@@ -111,7 +115,7 @@ NEARER = {
     "muon without momentum": MUON,
 }
 FAST = ("muon", "normuon", "polar express", *NEARER)  # with which 50 steps are trained as well
-# Ideas: what changes in the model, or the page of the shelf that has it; the published sign, + for a lower loss at equal
+# Ideas: what changes in the model, or the entry of the zoo that has it; the published sign, + for a lower loss at equal
 # steps and - for a higher one, None where the two projects differ; and where it was published (nanochat's log at commit
 # 92d63d4, records of modded-nanogpt's track 1 at f411b3d).
 IDEAS = {
@@ -156,7 +160,7 @@ class TwoRatesShampooConfig(SOAP.matrices.TwoRates, NEW.ShampooConfig):
 
 
 def optimizers() -> dict[str, OptimConfig]:
-    """Return all with the shelf's values: the twelve, then those nearer to track 3."""
+    """Return all with the values of the zoo: the twelve, then those nearer to track 3."""
     fixed = run_file(HERE / "base.py")
     pages = {
         name: load_experiment(str(HERE.parent / "zoo" / f"{name}.py")).optim

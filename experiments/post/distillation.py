@@ -1,4 +1,4 @@
-"""Distillation: a small model learns from the probabilities of a larger one, and from the text.
+"""Distil a large model into a small one, which learns from its probabilities and from the text.
 
 Question    Does a student learn more from the same tokens if a teacher says how probable each next character was?
 Reference   Hinton, Vinyals and Dean 2015, arXiv:1503.02531, section 2: the loss is (1 - weight) cross-entropy + weight

@@ -1,4 +1,4 @@
-"""DPO: a model that gives a short answer as often as a wordy one learns from pairs which of them is wanted.
+"""Train by DPO: a model that gives a short answer as often as a wordy one learns from pairs which of them is wanted.
 
 Question    Does the preference reach prompts that no pair had, and does the model still get its sums right?
 Reference   DPO, Rafailov et al. 2023, arXiv:2305.18290, equation 7: with h the sum over an answer's tokens of

@@ -1,4 +1,4 @@
-"""GRPO: a small model that has seen a few sums learns to add from rewards alone.
+"""Train by GRPO: a small model that has seen a few sums learns to add from rewards alone.
 
 Question    How much does a policy of 0.4 million parameters gain from the rewards of its own completions, and is it more
             than from keeping the right ones (rejection sampling), with the same number of generated tokens?

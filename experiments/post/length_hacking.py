@@ -1,4 +1,4 @@
-"""A reward that pays for length: the policy learns to ramble, and what cures it.
+"""What does a policy learn from a reward that also pays for length, and what cures it?
 
 Question    A reward looks for the right sum at the beginning of an answer and likes long answers a little. What does a
             policy make of it, and do a penalty for leaving the start or an exact reward prevent that?

@@ -1,4 +1,4 @@
-"""The Transformer of 2017, encoder and decoder: numbers in Spanish words to digits, and back.
+"""Train the Transformer of 2017, encoder and decoder: numbers in Spanish words to digits, and back.
 
 Question    can an encoder and a decoder made of our blocks learn a task in which every word matters?
 Reference   Vaswani et al. 2017, arXiv:1706.03762: post-norm residuals LayerNorm(x + sublayer(x)), ReLU feed-forward
