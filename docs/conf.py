@@ -4,6 +4,7 @@ import inspect
 import os
 import re
 import sys
+import tomllib
 import types
 from pathlib import Path
 
@@ -21,6 +22,9 @@ exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 html_theme = "sphinx_book_theme"
 html_title = "jaxgpt"
 html_theme_options = {"show_toc_level": 2, "navbar_persistent": []}
+urls = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"].get("urls", {})
+if "Repository" in urls:
+    html_theme_options |= {"repository_url": urls["Repository"], "use_repository_button": True}
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_last_updated_fmt = None  # the same sources give the same pages
