@@ -1,21 +1,22 @@
 """Does loss on the assistant's tokens only teach a model to answer, and to stop?
 
 Reference   chat models are trained on their own turns only (Touvron et al. 2023, arXiv:2307.09288, section 3.1).
-Data        215 questions made from Python's own reference: "What is str.count?", and the first sentence of its section.
-            Conversations are packed into rows of 320 characters, which are 94.7% full, and cannot attend to each other.
+Data        124 questions made from Python's own reference: "What is str.count?", and the first sentence of its section.
+            Conversations are packed into rows of 320 characters and cannot attend to each other.
 Command     python experiments/python_questions.py chats.jsonl                                 (makes the questions)
             python experiments/chat_sft.py
             python experiments/chat_sft.py --train.init-from MODEL                             (from pretrained weights)
             jaxgpt sample runs/chat-sft --chat --prompt "What is str.count?"
-Expected    from random weights and 19,000 characters of answers: no knowledge, but the form of an answer, and its end.
-Result      validation loss 1.742 nats per character of the answers at step 75, 175 s on two cores of a busy x86-64
-            machine, 2026-11-21. Greedy answers to the 22 held-out questions: 13 end by themselves, none is right. From
-            a model of this size pretrained on the reference, with a BPE of 1,024 tokens: 2.389 nats per token at step
-            40, where random weights reach 4.228. All 22 answers end, as English sentences, and none is right: the
-            answer to "What is object.__ge__?" is 'Called to implement the built-in function "len()" and ...'. LOG.md
-            has the commands.
-Verdict     it learns the form of an answer; for English sentences it needs pretraining, and for right answers more than
-            that.
+Expected    from random weights and 12,500 characters of answers: no knowledge, but the form of an answer, and its end.
+Result      validation loss 2.24 nats per character of the answers at step 60, and 2.24 to 2.36 over five seeds; after
+            that it overfits. Greedy answers to the 13 held-out questions: 4 end by themselves, none is right, and few of
+            their words are words (two shared cores of an AMD EPYC, family 25, model 17, AVX-512, jax 0.12.0.1,
+            2026-11-29). With 215 questions of the whole reference of Python 3.11, as it was until then: 1.742 at step 75,
+            and 13 of 22 answers end. From a model of this size pretrained on that reference, with a BPE of 1,024 tokens:
+            2.389 nats per token at step 40, where random weights reach 4.228; all 22 answers end, as English sentences,
+            and none is right (2026-11-21). LOG.md has the commands.
+Verdict     it learns how an answer begins, and a third of the time that it ends; for English sentences it needs pretraining, and
+            for right answers more than that.
 """
 
 import jaxgpt
@@ -24,7 +25,7 @@ from jaxgpt import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
 experiment = Experiment(
     name="chat-sft",
     model=GPTConfig(
-        block_size=320,  # characters: the longest conversation has 300
+        block_size=320,  # characters: the longest conversation has 274, and marks of its turns
         n_layer=4,
         n_head=4,
         n_embd=128,

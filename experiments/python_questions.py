@@ -1,4 +1,4 @@
-"""Write conversations about Python, made from its own reference: about 215, for `chat_sft.py` and `post/chat_from_nothing.py`.
+"""Write 124 conversations about Python, made from its own reference, for `chat_sft.py` and `post/chat_from_nothing.py`.
 
 python experiments/python_questions.py chats.jsonl
 """
