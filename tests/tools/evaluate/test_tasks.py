@@ -136,7 +136,7 @@ names = {}
 exec(page.split("```python\\n")[1].split("```")[0], names)
 names |= {"RUN": Path(directory) / "during", "EVERY": 2, "WHAT": {"tasks": ["choice"], "include_path": directory}}
 before = jaxgpt.load(run).experiment
-short = jaxgpt.TrainConfig(steps=4, checkpoint_every=1, eval_every=4, batch_size=4, sample_tokens=0)
+short = jaxgpt.TrainConfig(steps=5, checkpoint_every=1, eval_every=4, batch_size=4, sample_tokens=0)
 fitted = dataclasses.replace(before, train=short)
 jaxgpt.fit(fitted, names["RUN"], callbacks=names["callbacks"], progress=False)
 """
