@@ -250,7 +250,7 @@ function norms() {
     const [mean, variance] = [n.before.mean[t], n.before.variance[t]];
     const inner = (x) => (n.centred ? (x - mean) / Math.sqrt(variance + n.eps) : x / Math.sqrt(variance + mean * mean + n.eps));
     const x = n.x[t];
-    const row = (name, f) => [name, ...x.map((_, i) => number(f(i)))];
+    const row = (name, f) => [name, ...Array.from(x, (_, i) => number(f(i)))];
     replace(one, table(`${normName(n.name)}, position ${t}: the first ${x.length} elements of the vector`, ["", ...x.keys()], [
       row("x", (i) => x[i]),
       row(n.centred ? "(x − mean) / √(variance + ε)" : "x / √(mean of x² + ε)", (i) => inner(x[i])),
