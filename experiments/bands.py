@@ -90,9 +90,9 @@ def find_band(run: RunMetadata) -> Band:
     if differing := differing_fields(
         run.experiment, from_dict(Experiment, values["experiment"], find_class=find_class_in(run.experiment))
     ):
-        raise UserError(f"the band of {name} has another configuration: {', '.join(differing[:6])}")
+        raise UserError(f"the reference interval of {name} has another configuration: {', '.join(differing[:6])}")
     if describe_data_changes(run.data, values["data"]):
-        raise UserError(f"the band of {name} is for another text")
+        raise UserError(f"the reference interval of {name} is for another text")
     return Band(**values["band"])
 
 
@@ -122,9 +122,9 @@ def compare(directory: Path) -> str:
     band = find_band(read_metadata(directory))
     place, since = locate(read_curve(directory), band)
     if place is None:
-        return f"{directory}: no validation within the steps of the band"
+        return f"{directory}: no validation within the steps of the reference interval"
     better, begun = " (better)" if place == "below" else "", "" if since is None else f" since step {since:,}"
-    return f"{directory}: {place} the band of {band.seeds} seeds{better}{begun}"
+    return f"{directory}: {place} the reference interval of {band.seeds} seeds{better}{begun}"
 
 
 def make(named: str, runs: Path, seeds: int, out: Path = BANDS) -> Path:

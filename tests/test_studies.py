@@ -43,7 +43,7 @@ def test_bands_are_made_of_runs(text_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bands, "fit", lambda *args, **how: pytest.fail("they are there"))
     bands.main(arguments)
     bands.main(["--compare", str(places[0])])
-    assert "inside the band of 2 seeds" in capsys.readouterr().out
+    assert "inside the reference interval of 2 seeds" in capsys.readouterr().out
 
 
 def test_baselines_of_noise(tmp_path):

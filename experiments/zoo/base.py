@@ -1,6 +1,6 @@
-"""The experiments that the pages of this shelf are compared with: a small modern GPT on Tiny Shakespeare.
+"""The experiments that the entries of the zoo are compared with: a small modern GPT on Tiny Shakespeare.
 
-Question    none of its own: it is the first variant of every study of the shelf.
+Question    none of its own: it is the first variant of every study of the zoo.
 Reference   the plain recipe of modded-nanogpt's track 3 at the size of a laptop: rotary positions, RMSNorm, norms of
             queries and keys, squared ReLU, zero-initialised projections; Muon for the matrices, AdamW for the rest.
 Command     jaxgpt train experiments/zoo/base.py

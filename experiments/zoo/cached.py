@@ -1,4 +1,4 @@
-"""Attend to a cache whose column is the position: what the attention pages of this shelf share.
+"""Attend to a cache whose column is the position: what the zoo's kinds of attention share.
 
 A column after a query's position may hold anything, padding or an older sequence: it is not read before its own token
 is written there. So there is nothing to reset, and padding needs no mask.

@@ -1,6 +1,6 @@
 """DeepSeek V2 and V3: latent attention and a mixture of experts in one model, and the weights of both families.
 
-Question    Are two pages of this shelf together a family, with the logits that transformers computes from its weights?
+Question    Are two entries of the zoo together a family, with the logits that transformers computes from its weights?
 Reference   arXiv:2405.04434, section 2.2.2 (V2: groups); arXiv:2412.19437, equations 12 to 16 (V3: sigmoid scores, and a
             bias for the choice alone); YaRN: arXiv:2309.00071, section 3.2.
 Change      mla.py and moe.py, and what they lack: a token's experts are those of the `top_group` best of `n_group` groups,

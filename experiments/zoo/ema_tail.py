@@ -10,7 +10,7 @@ Change      It wraps the optimiser that jaxgpt makes of the same fields, Muon he
             it is a copy of the parameters. It costs one more copy of the parameters in memory. The decay was chosen by
             the validation loss of seed 0 after 200 steps: with the schedule's decay 0.95 and 0.98 give 1.9474 and
             1.9545, where the baseline has 1.9537; with a constant rate 0.95, 0.98 and 0.99 give 1.9568, 1.9568 and
-            1.9801, all at Muon's rate 0.02. (At 0.01, the shelf's rate, the baseline has 1.9400.) The tail is the second half of the
+            1.9801, all at Muon's rate 0.02. (At 0.01, the rate of the zoo, the baseline has 1.9400.) The tail is the second half of the
             steps throughout; no other was tried, and no rate. (AMD EPYC, two cores, 2026-11-24.)
 Command     jaxgpt study experiments/zoo/ema_tail.py
 Expected    Less than 0.005 gained on top of the schedule's decay, which averages by itself, and with a constant rate

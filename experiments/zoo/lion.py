@@ -8,7 +8,7 @@ Change      All parameters are updated by Lion, whose sign rule is Optax's. Deca
             decay larger by the same factor. The parameters are the baseline's; the optimiser's state is half as large.
             The rate was chosen among 0.0005, 0.001, 0.002, 0.003 and 0.005, with a decay of 0.0004 / rate, by the
             validation loss of seed 0 after 200 steps: 2.3645, 2.2027, 2.1863, 2.1835, 2.2258. The baseline's was chosen
-            from fewer, in the same way: 0.002, 0.004 and 0.008 give 2.1448, 2.1179 and 2.1158; the shelf keeps 0.004.
+            from fewer, in the same way: 0.002, 0.004 and 0.008 give 2.1448, 2.1179 and 2.1158; the zoo keeps 0.004.
             (AMD EPYC, two cores, 2026-11-24.)
 Command     jaxgpt study experiments/zoo/lion.py
 Expected    Worse than AdamW by 0.03 or more: the paper's gains are at larger batches, and in a batch of 16 short

@@ -13,7 +13,7 @@ Change      Neurons are the columns of a kernel [inputs, outputs], the rows of t
             rate        0.005   0.007   0.01    0.014   0.02    0.04
             Muon        1.9739     -    1.9400  1.9456  1.9537  1.9867
             NorMuon     1.9792     -    1.9412  1.9434  1.9416  1.9793
-            So both have 0.01, the shelf's rate. After 400 steps seed 0 has 1.8273 with Muon, and 1.8105 with NorMuon.
+            So both have 0.01, the rate of the zoo. After 400 steps seed 0 has 1.8273 with Muon, and 1.8105 with NorMuon.
 Command     jaxgpt study experiments/zoo/normuon.py
 Expected    Better than Muon by 0.01.
 Result      At equal tokens -0.0114 ± 0.0049, against 1.8287 (0.0053). At 16.3 s -0.0105 ± 0.0128, against 1.8571

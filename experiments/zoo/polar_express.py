@@ -13,7 +13,7 @@ Change      p(x) = a x + b x^3 + c x^5 is applied to singular values that are in
             rate        0.005   0.007   0.01    0.014   0.02    0.04
             Muon        1.9739     -    1.9400  1.9456  1.9537  1.9867
             this page      -    1.9405  1.9422  1.9568  1.9533  1.9976
-            So both have 0.01, the shelf's rate. Times compare programs as well: Optax runs a list of polynomials as a loop, and a single one unrolled,
+            So both have 0.01, the rate of the zoo. Times compare programs as well: Optax runs a list of polynomials as a loop, and a single one unrolled,
             which is slower here (9.0 ms a step of the optimiser against 6.1 ms, the same machine, others running on
             it).
 Command     jaxgpt study experiments/zoo/polar_express.py

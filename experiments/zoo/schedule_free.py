@@ -11,7 +11,7 @@ Change      The wrapper is Optax's, around RMSProp with bias correction and deca
             and so is the size of the state: z takes the place of Adam's first moment. The rate was chosen among 0.002,
             0.004, 0.008 and 0.016 by the validation loss of seed 0 after 200 steps: 2.1460, 2.0870, 2.1027, 2.1285;
             then beta1 among 0.8, 0.9 and 0.95: 2.1019, 2.0870, 2.0986. The baseline's rate was chosen from fewer, in
-            the same way: 0.002, 0.004 and 0.008 give 2.1448, 2.1179 and 2.1158; the shelf keeps 0.004. (AMD EPYC, two
+            the same way: 0.002, 0.004 and 0.008 give 2.1448, 2.1179 and 2.1158; the zoo keeps 0.004. (AMD EPYC, two
             cores, 2026-11-24.)
 Command     jaxgpt study experiments/zoo/schedule_free.py
 Expected    Equal to AdamW with decay to within 0.01, and far better than AdamW with a constant rate.

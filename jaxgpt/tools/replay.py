@@ -123,7 +123,7 @@ class AuditResult:
         exact = f"within {self.tolerance:g}" if self.tolerance else "bit for bit"
         lines = [f"{self.run}: {'accepted' if self.accepted else 'not accepted'}"]
         lines += [f"  {finding}" for finding in self.findings[:MOST_PRINTED]]
-        taken = f"{self.retaken:,} of {self.steps:,} steps re-taken and compared {exact}"
+        taken = f"{self.retaken:,} of {self.steps:,} steps repeated and compared {exact}"
         lines.append(f"{taken}: {len(self.findings):,} findings" if self.findings else taken)
         if self.elsewhere and not self.accepted:
             lines.append(f"Last bits may differ, since the run is of {'; '.join(self.elsewhere)}: see --tolerance")
@@ -176,7 +176,7 @@ def audit(
     seed = secrets.randbits(32) if seed is None else seed
     stops = _draw_steps(claims, int(SHARE * total) if steps is None else steps, seed)
     retaken = sum(stop - start for start, stop in stops.items())
-    say(f"re-taking {retaken:,} of {total:,} steps")
+    say(f"repeating {retaken:,} of {total:,} steps")
     measured: set[int] = set()
     for start, stop in sorted(stops.items()):
         findings += _retake(training, metadata, claims, start, stop, tolerance)

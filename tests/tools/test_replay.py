@@ -122,7 +122,7 @@ def test_a_run_of_elsewhere_is_accepted_within_a_tolerance(run):
     assert not found.accepted and found.elsewhere == [f"device NVIDIA H200, here {device_name()}"]
     assert "device NVIDIA H200, here cpu" in str(found) and "--tolerance" in str(found)
     found = audit(run, steps=STEPS, tolerance=1e-4)
-    assert found.accepted and "20 of 20 steps re-taken and compared within 0.0001" in str(found)
+    assert found.accepted and "20 of 20 steps repeated and compared within 0.0001" in str(found)
 
 
 def test_what_cannot_be_audited_is_refused_in_one_line(honest, run):
