@@ -44,6 +44,9 @@ def commands(page):
 
 
 def test_the_two_lines_are_there_and_ci_runs_the_second():
+    """And the site's home has README's table of tasks."""
+    table = re.search(r"^\| task \|.*?\n\n", README.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert table and table[0].replace("(docs/", "(") in INDEX
     assert TRAIN in commands(README) and TEST in commands(README)
     assert TEST in (REPOSITORY / ".ci" / "run").read_text().splitlines()
 
