@@ -13,7 +13,6 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -27,7 +26,6 @@ LOG = logging.getLogger(__name__)
 SPLITS = ("train", "val")
 CHUNK = 8 * 1024**2  # bytes read at a time: a text may be larger than memory
 BUCKETS = ("gs", "s3")
-LEAST_FSSPEC = (2026, 6)  # in older ones the texts of a reference file system were programs
 LARGEST = 2**28  # bytes of a download. Every registered corpus is far below
 
 
@@ -135,8 +133,6 @@ def open_bucket(url: str) -> tuple[Any, str]:
         raise UserError(f"{url} is not in a bucket (gs:// or s3://): download it, and name the file or folder")
     import fsspec  # takes 0.1 s to import, which local data do without
 
-    if tuple(map(int, version("fsspec").split(".")[:2])) < LEAST_FSSPEC:
-        raise ImportError(f"fsspec {version('fsspec')} is too old")
     return fsspec.filesystem(protocol), root
 
 
