@@ -168,6 +168,19 @@ def test_the_example_of_a_class_runs(name):
     assert doctest.DocTestRunner().run(example).failed == 0
 
 
+def test_the_examples_of_the_functions_that_a_user_calls_first_run(tmp_path, monkeypatch):
+    """They are one program, with a section for each function."""
+    page = DOCS / "api" / "first.md"
+    text = re.sub("^```.*", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    first = re.findall(r"^## `.*?(\w+)`$", text, flags=re.MULTILINE)
+    assert len(first) == 12 and {*first} <= {
+        *re.findall(r"\w+", "".join(re.findall(r"^[>.]{3} .*\n", text, re.MULTILINE)))
+    }
+    monkeypatch.chdir(tmp_path)
+    example = doctest.DocTestParser().get_doctest(text, {}, page.stem, str(page), 0)
+    assert doctest.DocTestRunner().run(example).failed == 0
+
+
 # Pages that are looked things up in, and not read from their beginning to their end.
 REFERENCES = set("changes design extending from-pytorch glossary laptop-and-pod troubleshooting weights zoo".split())
 
