@@ -16,7 +16,7 @@ import sys
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.helpers import check_command, needs, run_command
+from tests.helpers import check_command, import_pages, needs, run_command
 from tests.zygote import Zygote
 
 README = REPOSITORY / "README.md"
@@ -118,7 +118,8 @@ BUILT += "GPT Decoding Sampling layers.Attention layers.Block".split()
 def find(name):
     """Return what a dotted name stands for: in a module, or in the package, which loads it."""
     module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
+    (found,) = import_pages("post", module)  # where those modules are that are not in the package
+    return getattr(found, attribute)
 
 
 @functools.cache
