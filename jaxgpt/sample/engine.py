@@ -341,8 +341,15 @@ def generate(
             both forms until the trained ones are freed. To hold one, call `for_decoding` with `donate`.
         prompts: lists of ids, none empty, else `UserError`. Beyond block_size only the end is read, with a warning.
         key: the key of all draws. Each prompt has its own, derived from it and from how many equal prompts come before it.
-        max_new_tokens: at least 1. It and the other arguments are the fields of `Decoding`.
+        max_new_tokens: most tokens of a completion, at least 1.
         sampling: filters of the logits. None means the model's own distribution.
+        stop_tokens: ids. A completion ends before the first of them.
+        logprobs: also return how likely each token of the completions and of the prompts was.
+        vocab_size: ids from this one on are padding and are never drawn. None means that there is no padding.
+        cache_dtype: dtype of keys and values, which bounds memory: int8 takes a quarter of float32. None means the model's.
+        bucket: tokens that the cache has room for at least. It doubles as needed, so that few lengths compile again.
+        slots: prompts decoded together, which bounds memory. Another number may round otherwise. None means all.
+        grammar: what each completion must match: see `compile_grammar`. None means any text.
     """
     decoding = Decoding(
         max_new_tokens=max_new_tokens,

@@ -128,9 +128,8 @@ def loglikelihood(
 def pair_ids(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
     """Return the ids of a context and its continuation, as `loglikelihood` takes them.
 
-    They are encoded as one text and split after the context. Spaces at its end move to the continuation, since most
-    tokenizers join a space to the next word, and the model was trained on such tokens. With an empty context the
-    continuation follows the start token. Raises `UserError` if no token is left for the continuation.
+    They are encoded as one text and split after the context. Spaces at its end move to the continuation, as most tokenizers
+    join a space to the next word. With an empty context the continuation follows the start token. `UserError` if it has none.
     """
     context, spaces = context.rstrip(), context[len(context.rstrip()) :]
     both = tokenizer.encode(context + spaces + continuation).tolist()
