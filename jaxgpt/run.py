@@ -57,7 +57,7 @@ class SampleOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]  # see `Sampling`
     greedy: bool  # see `Sampling`
     stop: Sequence[str]  # texts. A completion ends before the first of them
-    chat: bool  # each prompt is a user's turn, and the completion the assistant's
+    chat: bool  # each prompt is the turn of a user, and the completion an answer
     cache_dtype: Precision | None  # see `Decoding`
     slots: int | None  # see `Decoding`
     schema: dict[str, Any] | None  # JSON Schema that the completion matches: see `compile_grammar`
@@ -104,7 +104,7 @@ class PromptFormat:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A trained model with all that is needed to use it."""
+    """A trained model with all that is needed to use it, parameters and tokenizer: `fit` and `load` return one."""
 
     directory: Path  # the run directory
     metadata: RunMetadata

@@ -98,7 +98,7 @@ def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int | None
     """Return the id that ends an answer: the first special token behind its content, or U+0003 of our own template.
 
     Any other token could be part of a content, and a chat would stop there. Without one a warning says so, and the
-    result is None. A warning also says where the template does not mark it as the assistant's.
+    result is None. A warning also says where the template does not mark it as an answer.
     """
     # Every tokenizer of conversations knows "s" and "e", because the templates themselves contain them.
     asked = {"role": "user", "content": "s"}

@@ -116,7 +116,7 @@ def _why_not_cudnn(device: jax.Device, dtype: str, model: GPTConfig, is_packed: 
         return "it cannot cap scores (model.attention_softcap)"
     try:
         capability = float(getattr(device, "compute_capability", None) or "none")
-    except ValueError:  # it has none, or is AMD's, with a capability such as "gfx942"
+    except ValueError:  # it has none, or comes from AMD, with a capability such as "gfx942"
         return f"the device is {device.device_kind}"
     largest_head = 256 if capability >= 9.0 else 128
     if capability < 8.0:

@@ -41,7 +41,7 @@ BLOCK = 128  # columns of the cache that attention reads at a time on CPU: 64 co
 
 
 def known_ids(model: GPT, vocab_size: int | None = None) -> int:
-    """Return the number of ids that may be drawn: the model's, and `vocab_size` at most."""
+    """Return the number of ids that may be drawn: as many as the model has, and `vocab_size` at most."""
     assert model.config.vocab_size is not None, "a model with parameters has one"
     return min(model.config.vocab_size, vocab_size or LARGEST_SIZE)
 
@@ -115,7 +115,7 @@ def allocate_cache(model: GPT, params: dict, batch: int, columns: int, dtype: Pr
 
     It is the collection "cache" of linen: a `LayerCache` for each `Attention`, and what other modules keep. If a model has
     none, it is the tokens, [B, 1, S]. `params` are any parameters of the model, so that the cache is committed to a device
-    if they are. `dtype` is the dtype of keys and values, None the model's.
+    if they are. `dtype` is the dtype of keys and values, None as the model.
     """
     if not keeps_cache(model.config):
         return jnp.zeros((batch, 1, columns), jnp.int32)

@@ -102,7 +102,7 @@ def prepare(
     given = {"sources": list(names), "tokenizer": tokenizer if chosen is None else fingerprint(chosen)}
     given |= {"column": column, "val_fraction": val_fraction, "shard_tokens": shard_tokens}
     if place.is_dir():
-        read_index(place, given, names)  # before a lock is put into a folder that is another's
+        read_index(place, given, names)  # before a lock is put into a folder of something else
     lock, index = lock_run(place, fresh=False, doing="prepared", option="--out"), {"at": None}
     try:
         index = read_index(place, given, names)
@@ -361,7 +361,7 @@ def encode_sources(
     """Yield the tokens of the sources from the index's position on, each batch with the position after it.
 
     The bytes and characters of each split are counted in the index, in which the end of a document is a newline.
-    file: the tokenizer's, from which each process loads it.
+    Each process loads the tokenizer from `file`.
     """
     given, names = index["arguments"], [*index["bytes"]]
     done, said = 0, time.monotonic()

@@ -87,7 +87,7 @@ def tpu_devices(topology: str) -> list[jax.Device]:
 
 
 WITH_CORES = ("v4", "v5p")  # Google Cloud counts their TensorCores, two to a chip
-MOST_CHIPS = 6144  # of the largest slice, v5p's
+MOST_CHIPS = 6144  # of the largest slice, which is of v5p
 
 
 def parse_slice(topology: str) -> tuple[int, str, str]:
