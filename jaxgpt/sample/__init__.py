@@ -84,7 +84,7 @@ class Decoding:
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     stop_tokens: Sequence[int] = ()  # ids. A completion ends before the first of them
     vocab_size: PositiveInt | None = None  # ids from this on, padding, are never drawn. None means no padding
-    cache_dtype: Precision | None = None  # dtype of keys and values: int8 is a quarter of float32. None means as the model
+    cache_dtype: Precision | None = None  # dtype of keys and values, int8 a quarter of float32. None means as the model
     bucket: PositiveInt = BUCKET  # tokens that the cache has room for, doubled as needed so that few lengths recompile
     logprobs: bool = False  # also return log-probabilities of generated and prompt tokens
     slots: PositiveInt | None = None  # prompts decoded together: another number may round otherwise. None means all
