@@ -343,7 +343,7 @@ class Training:
     ) -> tuple[float, dict[str, float]]:
         """Return (validation loss, loss of each source of a mixture), the first averaged by weight.
 
-        params: those of `Trainer.merged_params`. is_interrupted: asked after each batch.
+        params: as `Trainer.merged_params` returns them. is_interrupted: asked after each batch.
         """
         parts, most = parts_of(self.dataset.val), self.experiment.train.eval_tokens
         each = None if most is None else max(most // len(parts), 1)

@@ -64,7 +64,7 @@ def compute_options(
     is_packed: bool = False,
     required: bool = True,
 ) -> ComputeOptions:
-    """Choose float32 and plain attention on CPU, bfloat16 elsewhere, splash attention on TPU, cuDNN's on Nvidia GPUs.
+    """Choose float32 and plain attention on CPU, bfloat16 elsewhere, splash attention on TPU, cuDNN on Nvidia GPUs.
 
     On CPU XLA converts a bfloat16 product to float32 first. On GPU and TPU it is several times faster.
 
