@@ -112,9 +112,8 @@ def next_token_loss(
     """Return the summed cross-entropy in nats and the number of targets it sums over, both float32 scalars.
 
     Sums, not a mean, so that micro-batches and devices with different counts add up to the right mean. `mask_BT` is
-    False where a target does not count. A target may have any value there, since no label means "masked" (-1 would silently
-    be the last class). `smoothing` is the share of each target that is spread evenly over all V tokens (Szegedy et al.
-    2015, arXiv:1512.00567).
+    False where a target does not count. A target may have any value there: no label means "masked" (-1 would be the last
+    class). `smoothing` is the share of each target that is spread evenly over all V tokens (arXiv:1512.00567).
     """
     if mask_BT is None:
         mask_BT = jnp.ones(targets_BT.shape, bool)

@@ -49,8 +49,7 @@ class Shape(NamedTuple):
 class GPTConfig(Checked):
     """The architecture, in the names of GPT-2. Other model families use the same layers with different settings.
 
-    It builds the model that it describes: a subclass that overrides one of the `make_` methods is another architecture,
-    with all the rest as it is.
+    It builds the model that it describes: a subclass that overrides one of its `make_` methods is another architecture.
 
     >>> config = GPTConfig(vocab_size=65, n_layer=2, n_head=4, n_embd=128)
     >>> config.shape.head_dim, config.shape.mlp_dim

@@ -89,7 +89,9 @@ def train_step(
     have used: what its state has under that name, else what the schedule says.
 
     Args:
-        key: the run's key. Dropout in step t uses `fold_in(key, t)`, so that a resumed run draws the same numbers.
+        state: what `init_state` or the step before has returned.
+        batch: the rows of the whole batch.
+        key: the key of the run. Dropout in step t uses `fold_in(key, t)`, so that a resumed run draws the same numbers.
         loss_fn: the loss to minimise, such as `loss.make_loss` returns.
         optimizer: any Optax transformation. An update that takes `value_and_grad` gets a function of parameters, which
             returns the batch's mean loss and its gradient.

@@ -380,8 +380,9 @@ def stream(
 ) -> Iterator[list[list[int]]]:
     """Continue prompts like `generate`, by the same compiled programs, but yield new ids as they are drawn.
 
-    Each item is a list of new ids for each prompt. Joined, they are what `generate` returns. `every` is the most tokens
-    of an item in each list, but the first has one. None means one item, at the end. Others are checked at the first one.
+    Each item is a list of new ids for each prompt. Joined, they are what `generate` returns. `decoding` has the options,
+    which `generate` takes one by one. `every` bounds the tokens of an item for each prompt, but the first item has one,
+    so that text appears at once. None means one item, at the end. Arguments are checked when the first item is drawn.
     """
     for tokens, _ in _decode(model, params, prompts, decoding, key, every):
         yield tokens

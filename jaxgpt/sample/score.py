@@ -58,9 +58,8 @@ class Score:
 def score(model: GPT, params: dict, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """Return the log-probability in nats of each token given those before it: a float32 array for each list of ids.
 
-    The first token has no context and gets nan. Texts longer than block_size are read in windows that overlap by half:
-    every token after the first window has at least block_size // 2 tokens of context. Raises `UserError` for ids that
-    the model does not have.
+    The first token has no context and gets nan. Texts longer than block_size are read in windows that overlap by half, so
+    that later tokens have at least block_size // 2 tokens of context. Raises `UserError` for ids that the model lacks.
     """
     return [logprobs for logprobs, *_ in _score_windows(model, params, texts, [1] * len(texts), WINDOWS_AT_ONCE)]
 

@@ -199,6 +199,7 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None) -> s
     It shows surprise, attention, norms, the residual stream, MLP units, the logit lens, embeddings and sampling.
 
     Args:
+        run: a trained run, as `fit` and `load` return it.
         prompt: the text, or its token ids.
         data: a UTF-8 file to search for the top activating examples of each MLP unit. None means the run's training text.
 
