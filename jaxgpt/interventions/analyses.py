@@ -89,8 +89,7 @@ def patch(model: GPT, params: Params, into_T: Any, source_T: Any, place: str, me
     """Return the metric of a text with one activation taken from another text: [L, T, N] by head, else [L, T].
 
     Layers before the patch are computed once for all patches. Sources: Vig et al. 2020, arXiv:2004.12265, Meng et al.
-    2022, arXiv:2202.05262, and by heads, Wang et al. 2022, arXiv:2211.00593. Raises `UserError` for an unknown place, or
-    tokens that the model does not have.
+    2022, arXiv:2202.05262, and by heads, Wang et al. 2022, arXiv:2211.00593. Raises `UserError` for an unknown place or token.
 
     Args:
         into_T: token ids of the text that is patched.

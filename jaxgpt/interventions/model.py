@@ -219,7 +219,7 @@ class EditedGPT(GPT):
         return run_block
 
     def predict(self, x_BTD: jax.Array) -> jax.Array:
-        """Return logits_BTV of a residual stream, the last block's or another: the logit lens."""
+        """Return logits_BTV of a residual stream, after the last block or before: the logit lens."""
         return self.unembed(self.norm_output(x_BTD))
 
     def run_block(self, layer: int, x_BTD: jax.Array) -> jax.Array:
@@ -289,8 +289,9 @@ def run(model: GPT, params: Params, tokens_BT: Any, edits: Sequence[Edit] = (), 
     """Return logits and activations of a model under edits. Raises `UserError` for what the model does not have.
 
     Args:
+        model, params: a GPT and its parameters, which stay as they are: edits are arrays beside them.
         tokens_BT: token ids, at most block_size per row.
-        edits: applied in their order.
+        edits: what to change, in this order, as `zero`, `scale`, `add` and `replace` make them. By default none.
         read: names of the activations to return, after the edits: "embedding", "h_0/heads" ... (see `PLACES`).
     """
     model, params = unroll(model, params)
