@@ -107,8 +107,8 @@ class Run:
     """A trained model with all that is needed to use it, parameters and tokenizer: `fit` and `load` return one."""
 
     directory: Path  # the run directory
-    metadata: RunMetadata
-    experiment: Experiment
+    metadata: RunMetadata  # what `experiment.json` says
+    experiment: Experiment  # what was trained, and how
     model: GPT  # the model, for this machine
     params: Params  # its parameters
     tokenizer: Tokenizer  # the tokenizer that it was trained with

@@ -39,8 +39,8 @@ class Trainer:
 
     options: ComputeOptions
     model: GPT  # the model, with the dtype, kernel and sharding hooks for the devices
-    strategy: Strategy
-    split: BatchSplit
+    strategy: Strategy  # how the devices share parameters and batches
+    split: BatchSplit  # how a batch is cut into micro-batches
     init_state: Callable[..., TrainState]  # (key, params to start from or None) -> the state of step 0
     train_step: StepFn  # (state, batch, key) -> (state, metrics). It donates the old state
     eval_step: EvalFn  # (params, batch) -> (summed nats, number of targets)

@@ -81,7 +81,7 @@ class Decoding:
     """
 
     max_new_tokens: PositiveInt  # most tokens of a completion, at least 1
-    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)  # how each token is drawn
     stop_tokens: Sequence[int] = ()  # ids. A completion ends before the first of them
     vocab_size: PositiveInt | None = None  # ids from this on, padding, are never drawn. None means no padding
     cache_dtype: Precision | None = None  # dtype of keys and values, int8 a quarter of float32. None means as the model

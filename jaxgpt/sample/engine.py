@@ -43,7 +43,7 @@ class Request:
     prompt: Sequence[int]  # ids, 1 to block_size
     key: jax.Array  # the key of all draws: see `prompt_keys`
     max_new_tokens: int  # most tokens of the completion, at least 1
-    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)  # how each token is drawn
     stop_tokens: Sequence[int] = ()  # the completion ends before the first of these
     top_logprobs: int | None = None  # alternatives of each token, 0 to MAX_TOP. None means no log-probabilities
     grammar: Grammar | None = None  # what the completion must match. None means any text
