@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "api"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "experiments" / "post"))  # which api/post.md documents
 import fields  # api/fields.py
 from sphinx.addnodes import pending_xref
 from sphinx.domains.python import PyXRefRole
@@ -55,12 +56,13 @@ def add_fields(app, what, name, object_, options, lines):
 
 def shorten(app, what, name, object_, options, signature, returns):
     """Drop the signature of a class that has a list of fields, and the paths of types from the others."""
+    if signature is None:
+        return None
     if what == "class" and (found := fields.find_fields(object_)):
         names = [field.name for field in found]
         return f"({', '.join(names)})" if hasattr(object_, "_fields") else "", None
-    if signature is not None:
-        signature = re.sub(r"Annotated\[([^,]*), [\w.]*Interval\(.*?\)\]", r"\1", signature)
-        signature = fields.shorten_paths(re.sub(r"<(?:function|class|factory) ?'?([\w.]*).*?>", r"\1", signature))
+    signature = re.sub(r"Annotated\[([^,]*), [\w.]*Interval\(.*?\)\]", r"\1", signature)
+    signature = fields.shorten_paths(re.sub(r"<(?:function|class|factory) ?'?([\w.]*).*?>", r"\1", signature))
     return signature, returns and fields.shorten_paths(returns)
 
 

@@ -104,13 +104,13 @@ class Experiment(Checked):
     """
 
     name: str  # name of the run: letters, digits, - and _. Its directory is runs/NAME, unless --run-dir names another
-    model: GPTConfig = dataclasses.field(default_factory=GPTConfig)
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)
-    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
-    objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
-    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
-    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
-    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    model: GPTConfig = dataclasses.field(default_factory=GPTConfig)  # the architecture
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)  # what to learn from, and its tokenizer
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)  # the optimiser and its schedule
+    objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)  # what training minimises
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)  # steps, batches and what is measured when
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)  # adapters, if only they are trained
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)  # how devices share the work
 
     def __post_init__(self) -> None:
         super().__post_init__()

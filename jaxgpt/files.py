@@ -128,8 +128,8 @@ def parse_json(raw: str | bytes, where: str, **hooks: Any) -> Any:
 class Result(NamedTuple):
     """What a command found: JSON for programs and a text for people."""
 
-    value: Any
-    text: str
+    value: Any  # what was found, as JSON: objects, lists, numbers and texts
+    text: str  # the same for people, as `print` shows it
 
     def to_json(self) -> Any:
         """Return the JSON."""

@@ -49,7 +49,7 @@ class LoraConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.targets:
-            raise UserError("lora.targets is empty: name matrices that shall have adapters, such as q v")
+            raise UserError("lora.targets is empty: name matrices that should have adapters, such as q v")
 
 
 def with_adapters(function: F) -> F:
@@ -159,7 +159,7 @@ def init_adapters(config: LoraConfig, key: jax.Array, params: dict) -> dict:
 
     a is normal with variance 1 / D and b is zero, so that the model is unchanged at first. Kernels that `scan_layers`
     stacks, [L, D, F], have stacked adapters. Raises `UserError` for targets that are not kernels, and for a rank that
-    is not below the kernel's.
+    is not below the rank of the kernel.
     """
     assert config.rank is not None
     flat = _flat(params)

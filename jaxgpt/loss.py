@@ -42,7 +42,7 @@ class ObjectiveConfig(Checked):
 
 
 def make_loss(model: nn.Module, *, head_loss: HeadLoss | None = None, label_smoothing: float = 0.0) -> LossFn:
-    """Return the loss that training minimises: the next token's. It applies dropout if it is given a key.
+    """Return the loss that training minimises, the cross-entropy of the next token. It applies dropout if it has a key.
 
     In training, what modules sow counts too: see `add_sown`.
 
@@ -81,7 +81,7 @@ def add_sown(nats: jax.Array, count: jax.Array, sown: dict[str, Any]) -> tuple[j
     """Return (nats with the losses that modules have sown, what they report), both summed over `count` targets.
 
     Each scalar of the collection "losses" is in nats per target, a mean over the micro-batch, and is added. The scalars
-    of "metrics" are only reported. By name losses are summed over the modules that sow them, and metrics are averaged.
+    of "metrics" are only reported. Losses of one name are summed over the modules that sow them, and metrics averaged.
     """
     auxiliary, metrics = (_sum_by_name(sown.get(collection, {})) for collection in SOWN)
     for value, _ in auxiliary.values():
@@ -112,9 +112,8 @@ def next_token_loss(
     """Return the summed cross-entropy in nats and the number of targets it sums over, both float32 scalars.
 
     Sums, not a mean, so that micro-batches and devices with different counts add up to the right mean. `mask_BT` is
-    False where a target does not count. A target may have any value there, since no label means "masked" (-1 would silently
-    be the last class). `smoothing` is the share of each target that is spread evenly over all V tokens (Szegedy et al.
-    2015, arXiv:1512.00567).
+    False where a target does not count. A target may have any value there: no label means "masked" (-1 would be the last
+    class). `smoothing` is the share of each target that is spread evenly over all V tokens (arXiv:1512.00567).
     """
     if mask_BT is None:
         mask_BT = jnp.ones(targets_BT.shape, bool)
@@ -190,7 +189,7 @@ def _summed_nats_forward(functions, head, x_CBtD, targets_CBt, mask_CBt):
 
 
 def _logits_gradient(logits_BtV, targets_Bt, mask_Bt, *, smoothing, log_sum_exp):
-    """Return the gradient of `next_token_loss` by its logits. Autodiff would scatter -1 into an array of zeros first."""
+    """Return the gradient of `next_token_loss` with respect to its logits. Autodiff would scatter -1 into zeros."""
     V = logits_BtV.shape[-1]
     smoothed_BtV = optax.smooth_labels(jax.nn.one_hot(targets_Bt, V), smoothing)
     log_sum_Bt1 = log_sum_exp(logits_BtV)[..., None]

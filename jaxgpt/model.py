@@ -49,15 +49,14 @@ class Shape(NamedTuple):
 class GPTConfig(Checked):
     """The architecture, in the names of GPT-2. Other model families use the same layers with different settings.
 
-    It builds the model that it describes: a subclass that overrides one of the `make_` methods is another architecture,
-    with all the rest as it is.
+    It builds the model that it describes: a subclass that overrides one of its `make_` methods is another architecture.
 
     >>> config = GPTConfig(vocab_size=65, n_layer=2, n_head=4, n_embd=128)
     >>> config.shape.head_dim, config.shape.mlp_dim
     (32, 512)
     """
 
-    vocab_size: Size | None = None  # number of tokens in the vocabulary. None means the tokenizer's
+    vocab_size: Size | None = None  # number of tokens in the vocabulary. None means as many as the tokenizer has
     block_size: Size = 1024  # length of the context, in tokens
     n_layer: Count = 12  # number of blocks
     n_head: Count = 12  # number of query heads in each block
@@ -78,7 +77,7 @@ class GPTConfig(Checked):
     norm_eps: PositiveFloat = 1e-5  # number added to the variance
     norm_offset: bool = False  # RMSNorm's parameter is its scale minus 1, as in Gemma
     parallel_residual: bool = False  # blocks: x + attention(norm(x)) + mlp(norm(x)), as in GPT-NeoX (arXiv:2204.06745)
-    # nonlinearity of the MLP. gelu is computed by erf, and gelu_tanh is GPT-2's. Names with glu are gated (arXiv:2002.05202)
+    # nonlinearity of the MLP. gelu is computed by erf, gelu_tanh as in GPT-2. Names with glu are gated (arXiv:2002.05202)
     activation: Literal["relu", "gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"] = "gelu_tanh"
     position: Literal["learned", "sinusoidal", "rope", "none"] = "learned"  # how the positions of tokens are encoded
     rope_theta: PositiveFloat = 10_000.0  # the longest wavelength of rope is 2 pi rope_theta tokens (arXiv:2104.09864)
@@ -125,7 +124,7 @@ class GPTConfig(Checked):
         turned = int(self.shape.head_dim * self.rope_fraction)
         if self.position == "rope" and (turned % 2 or not turned):
             said = f"head size times rope_fraction={self.rope_fraction} is {turned}"
-            raise UserError(f"{said}: rope turns pairs, so it must be even and not 0")
+            raise UserError(f"{said}: rope rotates pairs, so it must be even and not 0")
         if self.rope_high_freq_factor <= self.rope_low_freq_factor:
             raise UserError(f"rope_high_freq_factor={self.rope_high_freq_factor}: needs more than rope_low_freq_factor")
         lengths = {len(self.rope_short_factors), len(self.rope_long_factors)}
@@ -134,7 +133,7 @@ class GPTConfig(Checked):
         if self.norm_offset and self.norm != "rmsnorm":
             raise UserError(f"norm_offset=True with norm={self.norm}: only rmsnorm has it")
         if self.parallel_residual and self.norm_position != "pre":
-            raise UserError(f"parallel_residual=True with norm_position={self.norm_position}: needs pre")
+            raise UserError(f"parallel_residual=True with norm_position={self.norm_position}: give pre")
         if self.sliding_window is None and (self.global_every is not None or self.rope_local_theta is not None):
             raise UserError("global_every and rope_local_theta need a window: give sliding_window as well")
         if self.scan_layers and self.global_every is not None:
@@ -294,7 +293,7 @@ class GPTConfig(Checked):
 class GPT(nn.Module):
     """A decoder-only Transformer: tokens_BT -> logits_BTV in float32.
 
-    Initialisation is GPT-2's: every matrix and embedding N(0, 0.02), the projections into the residual stream divided
+    Initialisation follows GPT-2: every matrix and embedding N(0, 0.02), the projections into the residual stream divided
     by sqrt(2 n_layer) (`GPTConfig.make_residual_init`), biases 0, norms 1. Parameters are float32.
 
     The fields after `config` depend on the hardware: `parallel` chooses them.

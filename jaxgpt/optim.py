@@ -23,7 +23,7 @@ LABELS = ("matrix", "table", "vector")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimConfig(Checked):
-    """The optimiser and its schedule.
+    """The optimiser, which turns gradients into updates, and the schedule of its learning rate.
 
     >>> optim = OptimConfig(name="muon", learning_rate=3e-3, schedule="wsd")
     """
@@ -120,7 +120,7 @@ def _schedule_until(steps: int, config: OptimConfig, warmup: int) -> optax.Sched
 
 
 def learning_rate(config: OptimConfig, steps: int) -> optax.Schedule:
-    """Return AdamW's learning rate at each step. Muon's has the same shape."""
+    """Return the learning rate of AdamW by the number of steps taken. The rate of Muon has the same shape."""
     relative = relative_schedule(config, steps)
     return lambda step: config.learning_rate * relative(step)
 

@@ -57,7 +57,7 @@ class SampleOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]  # see `Sampling`
     greedy: bool  # see `Sampling`
     stop: Sequence[str]  # texts. A completion ends before the first of them
-    chat: bool  # each prompt is a user's turn, and the completion the assistant's
+    chat: bool  # each prompt is the turn of a user, and the completion an answer
     cache_dtype: Precision | None  # see `Decoding`
     slots: int | None  # see `Decoding`
     schema: dict[str, Any] | None  # JSON Schema that the completion matches: see `compile_grammar`
@@ -104,11 +104,11 @@ class PromptFormat:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A trained model with all that is needed to use it."""
+    """A trained model with all that is needed to use it, parameters and tokenizer: `fit` and `load` return one."""
 
     directory: Path  # the run directory
-    metadata: RunMetadata
-    experiment: Experiment
+    metadata: RunMetadata  # what `experiment.json` says
+    experiment: Experiment  # what was trained, and how
     model: GPT  # the model, for this machine
     params: Params  # its parameters
     tokenizer: Tokenizer  # the tokenizer that it was trained with
@@ -123,12 +123,9 @@ class Run:
     def sample(self, prompt: str | list[str], **options: Unpack[SampleOptions]) -> str | list[str]:
         """Return the completion of a prompt, without the prompt, or a list of completions of a list of prompts.
 
-        It ends after `max_new_tokens`, at the end-of-text token, at an eos_token_id of an imported
-        model, or before one of the strings in `stop`. It depends on the prompt and the seed, not on
-        the other prompts. An empty prompt means the end-of-text token, a newline, or token 0: the
-        first of them that exists.
-
-        options: see `SampleOptions`.
+        It ends after `max_new_tokens`, at the end-of-text token, at an eos_token_id of an imported model, or before one of
+        the strings in `stop`. It depends on the prompt and the seed, and not on the other prompts. An empty prompt means
+        the end-of-text token, a newline, or token 0, the first of them that exists. `options` are `SampleOptions`.
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         if not prompts:
@@ -182,7 +179,11 @@ class Run:
         return contexts, stream(*self.decode_params, ids, decoding, key=key, every=every)
 
     def score(self, texts: list[str]) -> list[Score]:
-        """Return how well the model predicts each text: see `sample.score`."""
+        """Return how well the model predicts each text: log-probabilities, and bits per character.
+
+        Bits per character compare texts of any length and models with any tokenizer. A text longer than the context is
+        read in windows: see `jaxgpt.score`.
+        """
         return score_texts(*self.decode_params, self.tokenizer, texts)
 
     def loglikelihood(
@@ -190,8 +191,7 @@ class Run:
     ) -> list[LogLikelihood]:
         """Return the log-likelihood of each pair's second list of ids given its first: see `sample.score`.
 
-        `pair_ids` there encodes pairs of texts. batch_size: pairs evaluated together. None means as many as sequences
-        in a training batch.
+        `pair_ids` there encodes pairs of texts. batch_size: pairs evaluated together. None means as in training.
         """
         batch_size = self.experiment.train.batch_size if batch_size is None else batch_size
         return loglikelihood(*self.decode_params, pairs, batch_size=batch_size)

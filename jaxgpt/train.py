@@ -36,7 +36,7 @@ class TrainState:
 
 
 def init_and_dropout_keys(seed: int) -> tuple[jax.Array, jax.Array]:
-    """Return a run's keys for initialisation and for dropout."""
+    """Return the two keys of a run, for initialisation and for dropout, which depend on its seed alone."""
     init_key, dropout_key = jax.random.split(jax.random.key(seed))
     return init_key, dropout_key
 
@@ -86,10 +86,12 @@ def train_step(
 
     Metrics are scalars: "loss" in nats per target, what `loss_fn` reports, also per target, "grad_norm", and "in_a_row",
     the steps skipped since the last one taken, 0 if this one was. "learning_rate" is what the optimizer used, or would
-    have used: its state's, if there is one of that name, else the schedule's.
+    have used: what its state has under that name, else what the schedule says.
 
     Args:
-        key: the run's key. Dropout in step t uses `fold_in(key, t)`, so that a resumed run draws the same numbers.
+        state: what `init_state` or the step before has returned.
+        batch: the rows of the whole batch.
+        key: the key of the run. Dropout in step t uses `fold_in(key, t)`, so that a resumed run draws the same numbers.
         loss_fn: the loss to minimise, such as `loss.make_loss` returns.
         optimizer: any Optax transformation. An update that takes `value_and_grad` gets a function of parameters, which
             returns the batch's mean loss and its gradient.
@@ -160,6 +162,6 @@ def why_skipped(metrics: Metrics) -> str | None:
 
 
 def eval_step(params: Params, batch: Batch, *, loss_fn: LossFn) -> tuple[jax.Array, jax.Array]:
-    """Return (summed nats, number of targets) of one batch, without dropout."""
+    """Return (summed nats, number of targets) of one batch, without dropout, so that batches add up to a mean."""
     nats, count, _ = loss_fn(params, batch, None)
     return nats, count

@@ -134,7 +134,7 @@ def fit(
             return caught(None) is not None
 
         def measure(state: TrainState) -> tuple[float, dict[str, float]] | None:
-            """Return the validation loss, and each source's, or None if a signal interrupts."""
+            """Return the validation loss, and the loss of each source, or None if a signal interrupts."""
             with log.clock.paused():
                 losses = training.measure_val_loss(trainer.merged_params(state), is_interrupted)
             return None if is_interrupted() else losses
@@ -343,7 +343,7 @@ class Training:
     ) -> tuple[float, dict[str, float]]:
         """Return (validation loss, loss of each source of a mixture), the first averaged by weight.
 
-        params: those of `Trainer.merged_params`. is_interrupted: asked after each batch.
+        params: as `Trainer.merged_params` returns them. is_interrupted: asked after each batch.
         """
         parts, most = parts_of(self.dataset.val), self.experiment.train.eval_tokens
         each = None if most is None else max(most // len(parts), 1)

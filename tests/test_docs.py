@@ -2,9 +2,6 @@
 
 import contextlib
 import doctest
-import functools
-import importlib
-import importlib.util
 import inspect
 import json
 import re
@@ -15,8 +12,9 @@ import sys
 
 import pytest
 
+import jaxgpt
 from tests.conftest import REPOSITORY
-from tests.helpers import check_command, needs, run_command
+from tests.helpers import check_command, import_pages, needs, run_command, script
 from tests.zygote import Zygote
 
 README = REPOSITORY / "README.md"
@@ -121,16 +119,7 @@ BUILT += "GPT Decoding Sampling layers.Attention layers.Block".split()
 def find(name):
     """Return what a dotted name stands for: in a module, or in the package, which loads it."""
     module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
-
-
-@functools.cache
-def load_fields():
-    """Return the module of the site that lists fields."""
-    spec = importlib.util.spec_from_file_location("fields", DOCS / "api" / "fields.py")
-    fields = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fields)
-    return fields
+    return getattr(*import_pages("post", module), attribute)  # where modules are that are not in the package
 
 
 def imported_by_readers():
@@ -146,9 +135,8 @@ def imported_by_readers():
 def test_the_reference_lists_each_public_name_once():
     """What `import jaxgpt` gives, and what the pages and lessons import. A table of the page has the types of numbers."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: the reference lists what needs it")
-    package = importlib.import_module("jaxgpt")
     listed = {id(find(name)) for _, name in LISTED}  # first: this imports the modules among the public names
-    public = {n: find(n) for n in imported_by_readers() | {f"jaxgpt.{name}" for name in package._HOME}}
+    public = {n: find(n) for n in imported_by_readers() | {f"jaxgpt.{name}" for name in jaxgpt._HOME}}
     assert len(public) > 50 and len(listed) == len(LISTED) <= MOST_ENTRIES
     lost = [n for n, x in public.items() if id(x) not in listed and not inspect.ismodule(x)]
     assert [n for n in lost if not hasattr(public[n], "__metadata__")] == []
@@ -157,9 +145,9 @@ def test_the_reference_lists_each_public_name_once():
 @pytest.mark.parametrize("name", [name for kind, name in LISTED if kind == "class"])
 def test_every_field_of_a_public_class_has_a_meaning(name):
     """The comment that `--help` reads, which is no fragment."""
-    fields, cls = load_fields(), find(name)
-    meanings = {field.name: fields.find_meaning(cls, field.name) for field in fields.find_fields(cls)}
-    assert {n: text for n, text in meanings.items() if not text or text.startswith("of ")} == {}
+    fields, cls = script("../docs/api/fields"), find(name)
+    names = [field.name for field in fields.find_fields(cls)]
+    assert [n for n in names if re.match("of |$", fields.find_meaning(cls, n))] == []
 
 
 @pytest.mark.parametrize("name", BUILT)
@@ -168,6 +156,15 @@ def test_the_example_of_a_class_runs(name):
     cls = find(f"jaxgpt.{name}")
     (example,) = doctest.DocTestFinder(recurse=False).find(cls, globs=dict(vars(sys.modules[cls.__module__])))
     assert example.examples
+    assert doctest.DocTestRunner().run(example).failed == 0
+
+
+def test_the_examples_of_the_functions_that_a_user_calls_first_run(tmp_path, monkeypatch):
+    """They are one program, of a block for each function."""
+    parts = blocks(DOCS / "api/first.md", "pycon")
+    assert len(parts) == 12
+    monkeypatch.chdir(tmp_path)
+    example = doctest.DocTestParser().get_doctest("\n".join(parts), {}, "first.md", None, 0)
     assert doctest.DocTestRunner().run(example).failed == 0
 
 

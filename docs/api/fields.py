@@ -101,10 +101,17 @@ def find_hint(cls, name):
 def list_fields(cls):
     """Return the lines of a list of a class's fields in RST: name, type and default, and below them the meaning."""
     lines = [".. rubric:: Fields", ""]
-    for field in find_fields(cls):
+    # A class of the experiments is listed with its own fields, beside the class of jaxgpt that it extends.
+    is_ours = cls.__module__.startswith("jaxgpt.")
+    own = [field for field in find_fields(cls) if is_ours or field.name in inspect.get_annotations(cls)]
+    for field in own:
         kind = f"{describe_type(find_hint(cls, field.name))}, {describe_default(field)}"
         lines += [f"``{field.name}`` : {kind}", f"   {find_meaning(cls, field.name)}"]
-    return lines
+    return (
+        lines
+        if len(own) == len(find_fields(cls))
+        else [*lines, "", f"It also has the fields of `.{cls.__base__.__name__}`."]
+    )
 
 
 def list_number_types():

@@ -58,10 +58,10 @@ class DistillationConfig(ObjectiveConfig):
     """The loss of the next token, mixed with the divergence from a teacher."""
 
     teacher: str = "runs/teacher"  # the run directory of the teacher
-    weight: Annotated[float, Interval(ge=0, le=1)] = 0.5  # share of the divergence; the cross-entropy has the rest
-    temperature: PositiveFloat = 2.0  # of both models in the divergence
+    weight: Annotated[float, Interval(ge=0, le=1)] = 0.5  # share of the divergence. The cross-entropy has the rest
+    temperature: PositiveFloat = 2.0  # divisor of the logits of both models in the divergence
     direction: Literal["forward", "reverse"] = "forward"  # KL(teacher || student), or KL(student || teacher)
-    top_k: PositiveInt | None = None  # the teacher's tokens that are told apart; None: all
+    top_k: PositiveInt | None = None  # the most likely tokens of the teacher that are told apart. None means all
 
     def __post_init__(self) -> None:
         """Check the fields."""

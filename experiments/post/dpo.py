@@ -44,10 +44,10 @@ class DPOConfig(ObjectiveConfig):
 
     unit = "loss per pair"
 
-    loss: Literal["sigmoid", "ipo"] = "sigmoid"  # of the margin between two answers
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"  # function of the margin between two answers: DPO or IPO
     beta: PositiveFloat = 0.1  # how strongly the policy is held to the reference
     label_smoothing: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0  # share of pairs that may be labelled the wrong way
-    normalise_length: bool = False  # take means over an answer's tokens, not sums
+    normalise_length: bool = False  # take means over the tokens of an answer, not sums
 
     def __post_init__(self) -> None:
         """Check the fields."""

@@ -58,10 +58,10 @@ class GRPOConfig(ObjectiveConfig):
 
     clip_low: Fraction = 0.2  # ratios count down to 1 - clip_low where the advantage is negative
     clip_high: NonNegativeFloat = 0.2  # ratios count up to 1 + clip_high where the advantage is positive
-    kl: NonNegativeFloat = 0.0  # weight of KL(policy || reference), in nats per token; 0: no reference is needed
+    kl: NonNegativeFloat = 0.0  # weight of KL(policy || reference), in nats per token. 0 needs no reference
     normalise: Literal["sequence", "token", "constant"] = "token"  # what the sum over tokens is divided by
-    max_tokens: PositiveInt = 256  # of a completion: the divisor of "constant"
-    temperature: PositiveFloat = 1.0  # at which completions are drawn: all log-probabilities are those at it
+    max_tokens: PositiveInt = 256  # divisor of "constant": the most tokens of a completion
+    temperature: PositiveFloat = 1.0  # divisor of the logits, with which completions are drawn: data.temperature
 
     def __post_init__(self) -> None:
         """Check the fields."""

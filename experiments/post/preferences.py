@@ -40,10 +40,10 @@ Pair = dict[str, Any]  # by FIELDS: three lists of messages, or three texts
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferencesConfig(DataConfig):
-    """Pairs in a .jsonl file, `path`; None: made ones, of `make_pairs`."""
+    """Pairs of answers in a .jsonl file, `path`. Without one, pairs that `make_pairs` makes."""
 
-    corpus: str = "sums.jsonl"
-    reference: str | None = None  # a run, or a model's directory; None: the weights that training starts from
+    corpus: str = "sums.jsonl"  # name of the made pairs, which have no file
+    reference: str | None = None  # a run, or the directory of a model. None means the weights that training starts from
     reference_batch: Count = 16  # rows that the reference reads at once
 
     @property

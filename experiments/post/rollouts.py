@@ -49,15 +49,14 @@ MOST_SLOTS = 128  # completions that are drawn together
 class RolloutConfig(TaskConfig):
     """Completions of a task's prompts, with the advantages of their rewards for `grpo.GRPOConfig`."""
 
-    group: PositiveInt = 8  # completions of each prompt; divides train.batch_size
-    max_new_tokens: PositiveInt = 64  # tokens of a completion, with its end
-    row: PositiveInt | None = None  # tokens that a row of training has, at most block_size; None: block_size
-    temperature: NonNegativeFloat = 1.0  # GRPO's objective needs the same one; 0: greedy
-    scale: bool = True  # divide a prompt's advantages by the deviation of its rewards
-    keep: float | None = (
-        None  # rejection sampling: only completions with this reward are targets, for SFT; None: all are
-    )
-    reference: str | None = None  # run to stay close to, whose log-probabilities objective.kl needs
+    group: PositiveInt = 8  # completions of each prompt. It divides train.batch_size
+    max_new_tokens: PositiveInt = 64  # most tokens of a completion, with its end
+    row: PositiveInt | None = None  # tokens that a row of training has, at most block_size. None means block_size
+    temperature: NonNegativeFloat = 1.0  # divisor of the logits, as objective.temperature. 0 is greedy
+    scale: bool = True  # divide the advantages of a prompt by the standard deviation of its rewards
+    # rejection sampling: only completions with this reward are targets, for SFT. None means that all are
+    keep: float | None = None
+    reference: str | None = None  # run to stay close to, whose log-probabilities objective.kl needs. None means none
     bad_reward: Literal["stop", "zero"] = "stop"  # what a reward does that raises or is not finite
 
     def __init_subclass__(cls) -> None:

@@ -38,13 +38,12 @@ TRIES = 1000  # prompts drawn to find one of a split
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskConfig(DataConfig):
-    """Prompts with an answer each. A prompt and its answer have to fit into `block_size` tokens."""
+    """Prompts with an answer each, which a subclass makes. Both together have to fit into `block_size` tokens."""
 
-    examples: PositiveInt | None = None  # different prompts to train on; None: as many as the task has
+    examples: PositiveInt | None = None  # different prompts to train on. None means as many as the task has
     val_prompts: PositiveInt = 256  # prompts to validate on
-    chat: bool = (
-        False  # prompts are a user's messages, and completions the assistant's, in the tokenizer's chat template
-    )
+    # prompts are messages of a user, and completions messages of the assistant, in the chat template of the tokenizer
+    chat: bool = False
 
     alphabet = "\n" + string.printable[:95]  # of the tokenizer "char"
     end = "\n"  # ends a completion: one token, which no answer has
@@ -55,15 +54,15 @@ class TaskConfig(DataConfig):
         return True
 
     def prompt(self, rng: np.random.Generator) -> str:
-        """Return a random prompt."""
+        """Return a random prompt, drawn with `rng` alone. A subclass has this method."""
         raise NotImplementedError
 
     def answer(self, prompt: str) -> str:
-        """Return a right completion."""
+        """Return a right completion of a prompt, for SFT and for validation."""
         raise NotImplementedError
 
     def reward(self, prompt: str, completion: str) -> float:
-        """Return how good a completion is."""
+        """Return how good a completion is, a finite number: 1 if it is the answer, else 0, unless a subclass says more."""
         return float(completion == self.answer(prompt))
 
     def draw_prompt(self, number: int, seed: int, stream: int) -> str:
@@ -180,7 +179,10 @@ def make_row(prompt: np.ndarray, completion: np.ndarray, block_size: int, text: 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AccuracyConfig(ObjectiveConfig):
-    """The objective that follows it among the bases of a class, or SFT, validated by the share of wrong answers."""
+    """The objective that follows it among the bases of a class, validated by the share of wrong answers.
+
+    Alone it trains on the right answers (SFT): `class PolicyConfig(AccuracyConfig, GRPOConfig)` trains with GRPO.
+    """
 
     unit = "share of wrong answers"
 
@@ -207,7 +209,7 @@ class AccuracyConfig(ObjectiveConfig):
 class ArithmeticConfig(TaskConfig):
     """Sums such as 27+85= of two numbers whose units add up to more than nine, so that there is a carry."""
 
-    digits: PositiveInt = 2  # of each number, at most
+    digits: PositiveInt = 2  # most digits of each number
 
     alphabet = "\n+0123456789="
 
@@ -231,7 +233,7 @@ FORMS = {"upper": (str.upper, ";"), "title": (str.title, " "), "back": (lambda w
 class FormatConfig(TaskConfig):
     """Words to write as a line of a given form, such as `upper|cat,dog>` for CAT;DOG. Each part is worth a share."""
 
-    words: PositiveInt = 3  # of a prompt, at most
+    words: PositiveInt = 3  # most words of a prompt
 
     def prompt(self, rng: np.random.Generator) -> str:
         """Return the name of a form and words of two to four letters."""
@@ -262,7 +264,7 @@ class GymConfig(TaskConfig):
     """A task of reasoning-gym (arXiv:2505.24760) by its name, with its rewards. It needs `pip install reasoning-gym`."""
 
     task: str = "chain_sum"  # name of a data set of reasoning-gym
-    tokenizer: str = "byte"
+    tokenizer: str = "byte"  # as in `DataConfig`. Questions have any character, and bytes spell all
 
     end = "\x03"  # answers may have several lines
 

@@ -21,9 +21,9 @@ from jaxgpt.config.validate import PositiveInt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdatesConfig(OptimConfig):
-    """The optimizer, several times on each batch."""
+    """Several updates of the parameters on each batch, as published for GRPO."""
 
-    updates: PositiveInt = 1  # of a step
+    updates: PositiveInt = 1  # updates of the parameters in a step
 
     @property
     def whole(self) -> OptimConfig:

@@ -125,7 +125,7 @@ class MLAConfig(GPTConfig):
                 "and has no qk_norm, n_kv_head, sliding_window or attention_softcap"
             )
         if self.rope_dim % 2:
-            raise UserError(f"rope_dim={self.rope_dim} is odd: rope turns pairs, so it must be even")
+            raise UserError(f"rope_dim={self.rope_dim} is odd: rope rotates pairs, so it must be even")
 
     def make_attention(self, layer: int, compute: Compute) -> nn.Module:
         """Return latent attention."""

@@ -139,7 +139,7 @@ class Conversation:
     """The messages so far, and an engine that keeps the keys and values of earlier turns."""
 
     def __init__(self, run: Run, system: str | None, context: int, cache_dtype: Precision | None):
-        """Start without messages but the system's. context: tokens that the model sees."""
+        """Start with no message but the system prompt. context: tokens that the model sees."""
         self.run, self.context = run, context
         self._stop_tokens = run.prompt_format.stop_tokens(chat=True)
         self._engine = Engine(

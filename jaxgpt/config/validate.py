@@ -59,7 +59,7 @@ def short_repr(x: Any) -> str:
 
 
 def to_python(value: Any) -> Any:
-    """Convert a scalar of NumPy or JAX to Python's, for JSON and hashing. Return other values unchanged."""
+    """Convert a scalar of NumPy or JAX to a Python number, for JSON and hashing. Return other values unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
@@ -75,7 +75,7 @@ def field_hints(cls: type) -> dict[str, Any]:
 
 
 def check_fields(config: Any) -> None:
-    """Check each field in the `__post_init__` of a frozen dataclass. Convert NumPy and JAX scalars to Python's."""
+    """Check each field in the `__post_init__` of a frozen dataclass. Convert NumPy and JAX scalars to Python numbers."""
     cls = type(config)
     if "__dataclass_fields__" not in vars(cls) and (lost := list(inspect.get_annotations(cls))):
         decorate = "decorate it with @dataclasses.dataclass(frozen=True, kw_only=True)"
@@ -85,7 +85,7 @@ def check_fields(config: Any) -> None:
 
 
 def check_value(name: str, value: Any, hint: Any) -> Any:
-    """Return a value as Python's. Raise `UserError` unless it has the annotated type, is finite and within bounds."""
+    """Return a value, with numbers of Python. Raises `UserError` unless it has the annotated type, is finite and in bounds."""
     value = to_python(value)
     if not _is_a(value, hint):
         needed = " or ".join(map(_describe, alternatives(hint)))

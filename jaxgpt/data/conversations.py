@@ -20,7 +20,7 @@ from jaxgpt.data.tools import Message, Tool, check_tools
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_lines
 
-Marked = tuple[np.ndarray, np.ndarray]  #: ids, and True for those of the assistant
+Marked = tuple[np.ndarray, np.ndarray]  #: ids, and True for what the assistant has written
 LONGEST_LINE = 2**24  # bytes
 SHAPE = 'needs {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
@@ -98,7 +98,7 @@ def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int | None
     """Return the id that ends an answer: the first special token behind its content, or U+0003 of our own template.
 
     Any other token could be part of a content, and a chat would stop there. Without one a warning says so, and the
-    result is None. A warning also says where the template does not mark it as the assistant's.
+    result is None. A warning also says where the template does not mark it as an answer.
     """
     # Every tokenizer of conversations knows "s" and "e", because the templates themselves contain them.
     asked = {"role": "user", "content": "s"}
@@ -119,7 +119,7 @@ def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int | None
 
 
 def tokenise(written: Written, tokenizer: Tokenizer) -> Marked:
-    """Return (ids, True for those of the assistant). Only the template can write special tokens.
+    """Return (ids, True for what the assistant has written). Only the template can write special tokens.
 
     The text is encoded in one piece, as in transformers. Only a content that spells out a special token is encoded by
     itself, as text.

@@ -49,7 +49,7 @@ Entry = tuple[dict[str, Tokens], Tokenizer, Json, dict[str, int]]  # see `read_e
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(Checked):
-    """The data and the tokenizer.
+    """The text or the conversations to learn from, and how a tokenizer turns them into ids.
 
     >>> DataConfig(path="chats.jsonl", tokenizer="byte").is_chat
     True
@@ -107,7 +107,7 @@ def open_data(
 ) -> Dataset:
     """Do as `DataConfig.open_dataset`, for windows of `block_size`.
 
-    vocab_size: the model's, which tokenizer "ids" needs.
+    vocab_size: vocabulary size of the model, which tokenizer "ids" needs.
     """
     if sources := read_mixture(config.path):
         return _open_mixture(config, sources, known, block_size=block_size, vocab_size=vocab_size)
@@ -142,7 +142,7 @@ def open_data(
 
 
 def resolve_vocab(model: GPTConfig, tokenizer: Tokenizer) -> GPTConfig:
-    """Return the model with its vocabulary size set to the tokenizer's, unless it has a larger (padded) one."""
+    """Return the model with the vocabulary size of the tokenizer, unless it has a larger (padded) one."""
     if model.vocab_size is None:
         return dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
     if model.vocab_size < tokenizer.vocab_size:

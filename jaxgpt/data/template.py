@@ -44,7 +44,7 @@ Span = tuple[int, int]  # [start, end) in characters
 ROLES = ("system", "user", "assistant", "tool")
 QUOTE, UNQUOTE = "\ufdd2", "\ufdd3"  # around special tokens in contents: no characters, as OPEN and CLOSE are none
 MARKS = (OPEN, CLOSE, QUOTE, UNQUOTE)
-LARGEST_CONFIG = 2**24  # bytes of a tokenizer_config.json. Gemma 3's, with 6,000 added tokens, has 2**20
+LARGEST_CONFIG = 2**24  # bytes of a tokenizer_config.json. The one of Gemma 3, with 6,000 added tokens, has 2**20
 ETX = "\x03"  # "end of text" among ASCII's control codes
 TEMPLATE_FILES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
 SECONDS = 10.0  # the longest that a template may take for one conversation
@@ -189,7 +189,7 @@ def render_template(source: str, variables: Json) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Jinja:
-    """A tokenizer's own template."""
+    """The chat template that a tokenizer brings, in Jinja, which decides how messages become text."""
 
     source: str  # the template, in Jinja's language
     tokens: dict[str, str]  # text of bos_token, eos_token, ...

@@ -84,7 +84,7 @@ def check_characters(text: str, where: str) -> None:
 
 
 def spell_out(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """Return messages that are all content: tools as a system's, calls as an answer's, results as a user's."""
+    """Return messages that are all content: tools in the system prompt, calls in answers, results in user turns."""
     spelled = []
     if tools:
         described = DESCRIBED.replace("{tools}", "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))

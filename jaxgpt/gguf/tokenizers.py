@@ -94,7 +94,7 @@ def tokenizer_fields(tokenizer: Tokenizer, vocab_size: int, *, chat_template: st
     this tokenizer does, and warns of texts that it encodes differently.
     """
     if tokenizer.vocab_size > vocab_size or {*ends} - {*range(vocab_size)}:
-        raise UserError(f"{tokenizer.vocab_size:,} tokens with ends {[*ends]} do not fit into {vocab_size:,} rows")
+        raise UserError(f"{tokenizer.vocab_size:,} tokens, with ends {[*ends]}, do not fit into {vocab_size:,} rows")
     own = [tokenizer.end_of_text] if tokenizer.end_of_text is not None else []
     fields: Json
     if isinstance(tokenizer, IdTokenizer):  # the size is in ARCHITECTURE.vocab_size

@@ -28,7 +28,7 @@ from jaxgpt.hf.family import Family
 from jaxgpt.hf.weights import Tensors, check, list_tensors
 from jaxgpt.model import GPTConfig
 
-# Files that an export copies. In a run directory the tokenizer's are next to tokenizer.json, where a chat finds its
+# Files that an export copies. In a run directory those of the tokenizer are by tokenizer.json, where a chat finds its
 # template, and the others in a folder.
 BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", *TEMPLATE_FILES.values())
 HF_FOLDER = "hf"
@@ -83,7 +83,7 @@ def find_directory(name: str, wanted: Sequence[str] = WANTED, *, downloads: bool
 def open_source(name: str, tokenizer: str | None = None, *, downloads: bool = True) -> Source:
     """Open a model and check it, before any tensor is read. Raises `UserError` if a part is missing, damaged or unknown.
 
-    name, downloads: see `find_directory`. tokenizer: a tokenizer.json, or "ids" for none, by default the directory's.
+    name, downloads: see `find_directory`. tokenizer: a tokenizer.json, by default of the directory, or "ids" for none.
     """
     directory = find_directory(name, downloads=downloads)
     path = directory / "config.json"
@@ -139,7 +139,7 @@ def end_tokens(run: Path) -> list[int]:
 
 
 def keep_companions(source: Path, run: Path) -> None:
-    """Copy the files that accompany the weights into a run directory. source: a model's directory, or a run's."""
+    """Copy the files that accompany the weights into a run directory. source: the directory of a model or a run."""
     copy_files(source, run, BESIDE_TOKENIZER)
     of = source / HF_FOLDER if (source / "experiment.json").exists() else source
     copy_files(of, run / HF_FOLDER, (*IN_HF_FOLDER, README))

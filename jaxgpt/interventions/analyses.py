@@ -37,7 +37,7 @@ Metric = Callable[[jax.Array], Any]
 
 
 class Ablations(NamedTuple):
-    """The rise of the loss without each part."""
+    """How much the loss rises without each part of the model, in nats per token."""
 
     loss: float  # loss of the whole model, in nats per token
     heads: MeanInterval  # the rise without each head, over rows, in nats per token: arrays [L, N]
@@ -86,11 +86,10 @@ def _row_losses(tokens_BT: jax.Array, logits_BTV: jax.Array) -> jax.Array:
 
 
 def patch(model: GPT, params: Params, into_T: Any, source_T: Any, place: str, metric: Metric) -> jax.Array:
-    """Return the metric of a text with one activation replaced by another text's: [L, T, N] by head, else [L, T].
+    """Return the metric of a text with one activation taken from another text: [L, T, N] by head, else [L, T].
 
     Layers before the patch are computed once for all patches. Sources: Vig et al. 2020, arXiv:2004.12265, Meng et al.
-    2022, arXiv:2202.05262, and by heads, Wang et al. 2022, arXiv:2211.00593. Raises `UserError` for an unknown place, or
-    tokens that the model does not have.
+    2022, arXiv:2202.05262, and by heads, Wang et al. 2022, arXiv:2211.00593. Raises `UserError` for an unknown place or token.
 
     Args:
         into_T: token ids of the text that is patched.

@@ -24,7 +24,7 @@ def gelu(x: jax.Array) -> jax.Array:
 
 
 gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
-#: Nonlinearities by name. GELU has both forms, as torch.nn.GELU() is by erf, GPT-2's and jax.nn.gelu's default by tanh.
+#: Nonlinearities by name. GELU has both forms, since torch.nn.GELU() is by erf, and GPT-2 and jax.nn.gelu are by tanh.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "gelu": gelu,

@@ -64,7 +64,7 @@ def compute_options(
     is_packed: bool = False,
     required: bool = True,
 ) -> ComputeOptions:
-    """Choose float32 and plain attention on CPU, bfloat16 elsewhere, splash attention on TPU, cuDNN's on Nvidia GPUs.
+    """Choose float32 and plain attention on CPU, bfloat16 elsewhere, splash attention on TPU, cuDNN on Nvidia GPUs.
 
     On CPU XLA converts a bfloat16 product to float32 first. On GPU and TPU it is several times faster.
 
@@ -116,7 +116,7 @@ def _why_not_cudnn(device: jax.Device, dtype: str, model: GPTConfig, is_packed: 
         return "it cannot cap scores (model.attention_softcap)"
     try:
         capability = float(getattr(device, "compute_capability", None) or "none")
-    except ValueError:  # it has none, or is AMD's, with a capability such as "gfx942"
+    except ValueError:  # it has none, or comes from AMD, with a capability such as "gfx942"
         return f"the device is {device.device_kind}"
     largest_head = 256 if capability >= 9.0 else 128
     if capability < 8.0:

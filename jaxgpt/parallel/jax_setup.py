@@ -186,7 +186,7 @@ def first_device() -> jax.Device:
 
 
 def device_name() -> str:
-    """Return the kind of the first device. Of a CPU it is maker, family and model, which decide how XLA rounds sums."""
+    """Return the kind of the first device: for a CPU its maker, family and model, which decide how XLA rounds sums."""
     kind, facts = first_device().device_kind, Path("/proc/cpuinfo")
     if kind != "cpu" or not facts.exists():  # not Linux
         return kind

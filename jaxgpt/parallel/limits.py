@@ -24,9 +24,9 @@ class Peaks(NamedTuple):
 #: `Peaks` by JAX's full name of the device. "NVIDIA A100-SXM4-40GB MIG 1g.5gb" and "TPU v4 lite" are unknown.
 PEAKS = {
     # GPU: nvidia.com's data sheets of A100, H100, H100 NVL, H200 and H200 NVL. B200 (HGX) is from
-    # glennklockwood.com/garden/processors/B200, RTX PRO 6000 Blackwell without a page of Nvidia's at hand, RTX 4090 from
+    # glennklockwood.com/garden/processors/B200, RTX PRO 6000 Blackwell is from no page of Nvidia, RTX 4090 from
     # "Ada GPU Architecture" v2.1 (float32 sums). FLOP/s without sparsity. Memory is what the driver reports, by the
-    # target files that tools/plan/topology.py names, or else the data sheet's.
+    # target files that tools/plan/topology.py names, or else what the data sheet says.
     "NVIDIA A100-SXM4-40GB": Peaks(312e12, 40_000_000_000, 1.555e12),
     "NVIDIA A100-SXM4-80GB": Peaks(312e12, 85_100_068_864, 2.039e12),
     "NVIDIA A100-PCIE-40GB": Peaks(312e12, 40_000_000_000, 1.555e12),
@@ -88,7 +88,7 @@ def check_memory(state: Any, activations: int, devices: Sequence[jax.Device]) ->
 
 
 def count_parameters(params: Params) -> int:
-    """Count the elements of all arrays in a tree."""
+    """Count the elements of all arrays in a tree: the parameters of a model, from arrays or from shapes."""
     return sum(x.size for x in jax.tree.leaves(params))
 
 
@@ -111,7 +111,7 @@ def train_flops_per_token(config: GPTConfig, n_params: int, in_adapters: int = 0
 
 
 def attention_flops(config: GPTConfig) -> float:
-    """Return the FLOPs per token of one of attention's two products over all layers, masked half included: 2 L N H T.
+    """Return the FLOPs per token of one of the two products in attention, over all layers and masked scores: 2 L N H T.
 
     In a layer with a sliding window, T is its size.
     """

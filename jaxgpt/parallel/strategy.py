@@ -40,7 +40,7 @@ class Strategy:
 
     # (shapes of a state, the model's configuration, optimizer) -> the state's shardings: one for all arrays, or a tree
     state_shardings: Callable[[TrainState, GPTConfig, optax.GradientTransformation], Any]
-    checkpoint_sharding: Sharding | None = None  # for all arrays of a checkpoint. None means the state's
+    checkpoint_sharding: Sharding | None = None  # for all arrays of a checkpoint. None means as in the state
 
     # Compile (step, the state's shardings, does the step add up micro-batches without dropout). The old state is donated.
     jit_train_step: Callable[[StepFn, Any, bool], StepFn]
@@ -57,7 +57,7 @@ class Strategy:
 
 
 def make_single(devices: Sequence[jax.Device] | None = None) -> Strategy:
-    """Return the strategy that runs the step on the first of `devices`, by default of this process's, by `jax.jit`."""
+    """Return the strategy that runs the step by `jax.jit` on the first of `devices`, by default the ones of this process."""
     device = (devices or jax.local_devices())[0]
     return Strategy(
         name="one device",

@@ -30,7 +30,7 @@ from jaxgpt.train import LossFn, Params, TrainState, eval_step, init_state, trai
 # Steps and batches that the device may still compute while the host goes on. Two hide the host's work. More would only
 # queue memory, and several fake devices on few cores hang when hundreds of steps are in flight.
 IN_FLIGHT = 2
-Devices = Sequence[jax.Device] | None  # None means all processes' devices. A topology's are to compile for absent ones
+Devices = Sequence[jax.Device] | None  # None means the devices of all processes. A topology has absent ones
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ class Trainer:
 
     options: ComputeOptions
     model: GPT  # the model, with the dtype, kernel and sharding hooks for the devices
-    strategy: Strategy
-    split: BatchSplit
+    strategy: Strategy  # how the devices share parameters and batches
+    split: BatchSplit  # how a batch is cut into micro-batches
     init_state: Callable[..., TrainState]  # (key, params to start from or None) -> the state of step 0
     train_step: StepFn  # (state, batch, key) -> (state, metrics). It donates the old state
     eval_step: EvalFn  # (params, batch) -> (summed nats, number of targets)
@@ -52,7 +52,7 @@ class Trainer:
     __repr__ = short_repr
 
     def merged_params(self, state: TrainState) -> Params:
-        """Return the parameters for `eval_step`: the model's, with each adapter, if any, next to its kernel."""
+        """Return the parameters for `eval_step`: all of the model, with each adapter, if any, next to its kernel."""
         return self.merge(self.eval_params(state) if self.eval_params else state.params, state.frozen_params)
 
     def lower(self) -> Any:

@@ -106,7 +106,7 @@ def check_model(experiment: Experiment, batch: Batch) -> None:
     rows = jax.tree.map(lambda x: np.repeat(np.asarray(x[:1]), 2, axis=0), batch)
     tokens_BT = rows.inputs_BT.copy()
     tokens_BT[1, half:] = (tokens_BT[1, half:] + 1) % experiment.model.vocab_size
-    own = inspect.signature(type(model).__call__).parameters  # other extras are the objective's
+    own = inspect.signature(type(model).__call__).parameters  # other extras are for the objective
     extras = {name: x for name, x in (rows.extras or {}).items() if name in own}
     called: Modules = []
 
@@ -184,7 +184,7 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
     """Repeat a step on one device, and find the first module with an output that is not finite.
 
     Dropout masks are as in the step, except for attention weights on a mesh, where each device draws its own.
-    params: the model's, before the step. batch: all rows. key: the run's dropout key. step: counted from 1.
+    params: all of the model, before the step. batch: all rows. key: the run's dropout key. step: counted from 1.
     """
     from jaxgpt.sample.quantize import unstack_layers  # which no training needs
 

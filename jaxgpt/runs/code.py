@@ -36,7 +36,7 @@ NOT_OWN = Path(__file__).parents[1], Path(os.__file__).parent  # jaxgpt and Pyth
 INSTALLED = {"site-packages", "dist-packages"}
 LARGEST_FILE = 2**22  # bytes
 VALUES = {"experiment", "variants", "callbacks"}  # assigned in a file, they may differ on a resume
-_TRUSTED: list[bool] = []  # this process's, set by `trust_code`
+_TRUSTED: list[bool] = []  # of this process, set by `trust_code`
 Files = dict[str, bytes]  # Python files of one folder by name, such as "moe.py"
 
 
@@ -87,14 +87,14 @@ def _imports(raw: bytes) -> Iterator[str]:
 
 
 def _is_elsewhere(module: str) -> bool:
-    """Return whether a module is jaxgpt's, Python's, or an installed one that was imported."""
+    """Return whether a module belongs to jaxgpt or to Python, or is an installed one that was imported."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     is_known = module == "jaxgpt" or module in sys.stdlib_module_names
     return is_known or bool(INSTALLED & {*Path(file).parts})
 
 
 def _is_own_file(file: str) -> bool:
-    """Return whether a file is the user's or a notebook's: not jaxgpt's, Python's, a package's."""
+    """Return whether a file was written by the user, or is a notebook: not of jaxgpt, of Python or of a package."""
     path = Path(file)
     is_made = file.startswith(("<string>", "<frozen"))  # by dataclasses, for example
     return not (is_made or INSTALLED & {*path.parts} or any(map(path.is_relative_to, NOT_OWN)))
@@ -124,7 +124,7 @@ def place_of(owner: Any) -> str:
 
 
 def name_with_place(owner: Any) -> str:
-    """Return "FILE:LINE: NAME" of a function or class, or only its name if it is not the user's."""
+    """Return "FILE:LINE: NAME" of a function or class, or only its name if the user has not written it."""
     return f"{place_of(owner)}{owner.__qualname__}"
 
 
@@ -200,7 +200,7 @@ def code_of(cls: type) -> Files | None:
 
 
 def own_code(config: Any) -> Files:
-    """Return the files of a configuration's classes that are not jaxgpt's."""
+    """Return the files of the classes of a configuration that do not belong to jaxgpt."""
     files: Files = {}
     for cls in own_classes(config):
         files |= code_of(cls) or {}
@@ -208,7 +208,7 @@ def own_code(config: Any) -> Files:
 
 
 def own_classes(config: Any) -> Iterator[type]:
-    """Yield the classes in a configuration that are not jaxgpt's."""
+    """Yield the classes in a configuration that do not belong to jaxgpt."""
     if not type(config).__module__.startswith("jaxgpt."):
         yield type(config)
     for field in dataclasses.fields(config):
@@ -231,7 +231,7 @@ def _write(files: Files, folder: Path) -> None:
 
 
 def read_code(directory: Path) -> Files:
-    """Return the code in a run directory, which may be somebody else's. None of it is run."""
+    """Return the code in a run directory, which may come from somebody else. None of it is run."""
     place = directory / FOLDER
     if not is_there(place, "It holds the code of the run's own classes."):
         return {}

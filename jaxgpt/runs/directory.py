@@ -161,7 +161,7 @@ class Intervals(Checked):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunMetadata(Checked):
-    """The content of `experiment.json`."""
+    """The content of `experiment.json`: what a run trained, on which data, with which tokenizer and versions."""
 
     directory: Path  # the run directory
     experiment: Experiment  # as it is trained: with the model of `origin`, and its own tokenizer
@@ -267,7 +267,7 @@ def _write(directory: Path, record: Json) -> None:
 
 
 def read_metadata(directory: Path, *, trust_code: bool = False) -> RunMetadata:
-    """Read and check the `experiment.json` of a run directory, which may be somebody else's.
+    """Read and check the `experiment.json` of a run directory, which may come from somebody else.
 
     Raises `UserError` if it is damaged, or needs code that is not trusted: see `find_class`.
     """
@@ -335,7 +335,7 @@ def load_run_tokenizer(metadata: RunMetadata) -> Tokenizer:
 
 
 def check_same_tokenizer(metadata: RunMetadata, named: str) -> None:
-    """Raise `UserError` if a tokenizer is not the run's. A deleted file passes if it was the run's.
+    """Raise `UserError` unless a run has this tokenizer. A deleted file passes if the run was made with it.
 
     named: the path of a tokenizer.json, or "ids".
     """

@@ -81,7 +81,7 @@ class RunLog:
         self.say(f"first step after {seconds:.1f} s (tracing and compilation; a second start finds it compiled)")
 
     def log_validation(self, step: int, val_loss: float, val_losses: dict[str, float]) -> None:
-        """Record a validation loss, and that of each source of a mixture."""
+        """Record a validation loss, and the loss of each source of a mixture."""
         line: Line = {"step": step, "val_loss": val_loss}
         if val_losses:
             line["val_losses"] = val_losses

@@ -47,7 +47,7 @@ def with_horizons(metadata: RunMetadata, experiment: Experiment, *, extend: bool
 
 
 def check_same_configuration(metadata: RunMetadata, experiment: Experiment) -> None:
-    """Raise `UserError` if a field outside CHANGEABLE differs from the run's, but for more steps."""
+    """Raise `UserError` if a field outside CHANGEABLE differs from the one in the run, but for more steps."""
     directory = metadata.directory
     if metadata.imported is not None:
         start = f"start another run with {shell_line('--train.init-from', directory)}"
@@ -74,11 +74,11 @@ def check_same_configuration(metadata: RunMetadata, experiment: Experiment) -> N
 def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, remedy: str) -> Dataset:
     """Return the dataset of a run, from its text or, if that is gone, from the cache of tokens.
 
-    Raises `UserError`, ending with `remedy`, if neither exists, or if the data have changed. data: the run's
-    configuration, perhaps with another path.
+    Raises `UserError`, ending with `remedy`, if neither exists, or if the data have changed. data: the
+    configuration of the run, perhaps with another path.
     """
     data = data or metadata.experiment.data
-    data = dataclasses.replace(data, path=replace_addresses(data.path, fetch))  # the user's: a record has none
+    data = dataclasses.replace(data, path=replace_addresses(data.path, fetch))  # of the user: a record has none
     try:
         dataset = data.open_dataset(metadata.model, known=metadata.data)
     except UserError:

@@ -81,17 +81,17 @@ class Decoding:
     """
 
     max_new_tokens: PositiveInt  # most tokens of a completion, at least 1
-    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)  # how each token is drawn
     stop_tokens: Sequence[int] = ()  # ids. A completion ends before the first of them
     vocab_size: PositiveInt | None = None  # ids from this on, padding, are never drawn. None means no padding
-    cache_dtype: Precision | None = None  # dtype of keys and values, int8 a quarter of float32. None means the model's
+    cache_dtype: Precision | None = None  # dtype of keys and values, int8 a quarter of float32. None means as the model
     bucket: PositiveInt = BUCKET  # tokens that the cache has room for, doubled as needed so that few lengths recompile
     logprobs: bool = False  # also return log-probabilities of generated and prompt tokens
     slots: PositiveInt | None = None  # prompts decoded together: another number may round otherwise. None means all
     grammar: Any = None  # a `Grammar` that each completion must match: see `compile_grammar`. None means any text
 
     def __post_init__(self) -> None:
-        """Check the fields. Convert ids and counts to Python's."""
+        """Check the fields. Convert ids and counts to Python integers."""
         stop_tokens = tuple(check_count("stop_tokens", i, 0, LARGEST_SIZE) for i in self.stop_tokens)
         object.__setattr__(self, "stop_tokens", stop_tokens)
         check_fields(self)

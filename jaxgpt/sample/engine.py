@@ -38,12 +38,12 @@ UNFINISHED = "\ufffd"  # how decoded text ends if the last bytes are an incomple
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt to continue."""
+    """One prompt to continue, with its own key, limits, sampling and grammar."""
 
     prompt: Sequence[int]  # ids, 1 to block_size
     key: jax.Array  # the key of all draws: see `prompt_keys`
     max_new_tokens: int  # most tokens of the completion, at least 1
-    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)  # how each token is drawn
     stop_tokens: Sequence[int] = ()  # the completion ends before the first of these
     top_logprobs: int | None = None  # alternatives of each token, 0 to MAX_TOP. None means no log-probabilities
     grammar: Grammar | None = None  # what the completion must match. None means any text
@@ -81,7 +81,7 @@ class _Slot:
 
 
 class Engine:
-    """The slots of a decoding state, and the requests in them."""
+    """The slots of a decoding state, and the requests in them, which come and go while others are decoded."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Engine:
             model, params: a GPT and its parameters, as `for_decoding` returns them or at least without stacked layers.
             slots: requests that are decoded together.
             vocab_size: ids from this number on are never drawn. None means that all may be drawn.
-            cache_dtype: the dtype of keys and values. None means the model's.
+            cache_dtype: the dtype of keys and values. None means the dtype of the model.
             columns: tokens that a slot has room for, at most the context. None means the context.
             max_stops: stop tokens that a request may have.
             prefix_bytes: host memory for keys and values of prompts, which later prompts with the same beginning reuse.
@@ -277,7 +277,7 @@ class Engine:
             self.cached_tokens[found.number] += size
         found.chunks = None
         self._waiting.popleft()
-        # The values of the slot are NumPy's: they go to the device with the call.
+        # The values of the slot are in NumPy: they go to the device with the call.
         request, number, seen_V = found.request, np.int32, np.zeros(self.vocab_size, np.int32)
         prompt, drawn = np.split(np.asarray(found.tokens), [len(request.prompt)])
         seen_V[prompt[prompt < self.vocab_size]] = 1
@@ -341,8 +341,15 @@ def generate(
             both forms until the trained ones are freed. To hold one, call `for_decoding` with `donate`.
         prompts: lists of ids, none empty, else `UserError`. Beyond block_size only the end is read, with a warning.
         key: the key of all draws. Each prompt has its own, derived from it and from how many equal prompts come before it.
-        max_new_tokens: at least 1. It and the other arguments are the fields of `Decoding`.
+        max_new_tokens: most tokens of a completion, at least 1.
         sampling: filters of the logits. None means the model's own distribution.
+        stop_tokens: ids. A completion ends before the first of them.
+        logprobs: also return how likely each token of the completions and of the prompts was.
+        vocab_size: ids from this one on are padding and are never drawn. None means that there is no padding.
+        cache_dtype: dtype of keys and values, to bound memory: int8 takes a quarter of float32. None means as the model.
+        bucket: tokens that the cache has room for at least. It doubles as needed, so that few lengths compile again.
+        slots: prompts decoded together, which bounds memory. Another number may round otherwise. None means all.
+        grammar: what each completion must match: see `compile_grammar`. None means any text.
     """
     decoding = Decoding(
         max_new_tokens=max_new_tokens,
@@ -373,8 +380,9 @@ def stream(
 ) -> Iterator[list[list[int]]]:
     """Continue prompts like `generate`, by the same compiled programs, but yield new ids as they are drawn.
 
-    Each item is a list of new ids for each prompt. Joined, they are what `generate` returns. `every` is the most tokens
-    of an item in each list, but the first has one. None means one item, at the end. Others are checked at the first one.
+    Each item is a list of new ids for each prompt. Joined, they are what `generate` returns. `decoding` has the options,
+    which `generate` takes one by one. `every` bounds the tokens of an item for each prompt, but the first item has one,
+    so that text appears at once. None means one item, at the end. Arguments are checked when the first item is drawn.
     """
     for tokens, _ in _decode(model, params, prompts, decoding, key, every):
         yield tokens

@@ -18,7 +18,7 @@ from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, To
 from jaxgpt.errors import UserError, first_line
 
 END = "<|end of the grammar|>"  # a token that no model has: where a mask allows it, the completion may end
-# One space or none, as in compact JSON and in Python's: else a weak model writes spaces to the end.
+# One space or none, as in compact JSON and as Python writes it: else a weak model writes spaces to the end.
 JSON = {"whitespace_pattern": "[ ]?"}
 LONGEST = 2**16  # characters of a grammar. The time to compile one may grow with the square: here it is seconds
 EXACT = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")  # keywords of `check_integers`
@@ -78,7 +78,7 @@ def compile_grammar(
     """Return the grammar of what is given, or None. Raises `UserError` for what llguidance cannot follow.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: the tokenizer of the model.
         schema: a JSON Schema (draft 2020-12, without some keywords). Separators have one space after them, or none.
         regex: in Rust's syntax, for the whole completion. One that takes too long to compile is refused.
         choices: texts, of which the completion is one.
@@ -89,7 +89,7 @@ def compile_grammar(
     if not named:
         return None
     if len(named) > 1:
-        raise UserError(f"{' and '.join(named)}: needs one of them")
+        raise UserError(f"{' and '.join(named)}: give one of them")
     try:
         from llguidance import LLMatcher
     except ImportError:

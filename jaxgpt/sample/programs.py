@@ -41,7 +41,7 @@ BLOCK = 128  # columns of the cache that attention reads at a time on CPU: 64 co
 
 
 def known_ids(model: GPT, vocab_size: int | None = None) -> int:
-    """Return the number of ids that may be drawn: the model's, and `vocab_size` at most."""
+    """Return the number of ids that may be drawn: as many as the model has, and `vocab_size` at most."""
     assert model.config.vocab_size is not None, "a model with parameters has one"
     return min(model.config.vocab_size, vocab_size or LARGEST_SIZE)
 
@@ -113,11 +113,9 @@ def keeps_cache(config: GPTConfig) -> bool:
 def allocate_cache(model: GPT, params: dict, batch: int, columns: int, dtype: Precision | None) -> Cache:
     """Return an empty cache of the next tokens of `batch` sequences, with room for `columns` tokens in each.
 
-    It is linen's collection "cache", with a `LayerCache` for each `Attention` and whatever other modules keep. If the
-    model has none, it is the tokens, [B, 1, S].
-
-    params: any of the model's parameters, so that the cache is committed to a device if they are.
-    dtype: the dtype of keys and values. None means the model's.
+    It is the collection "cache" of linen: a `LayerCache` for each `Attention`, and what other modules keep. If a model has
+    none, it is the tokens, [B, 1, S]. `params` are any parameters of the model, so that the cache is committed to a device
+    if they are. `dtype` is the dtype of keys and values, None as the model.
     """
     if not keeps_cache(model.config):
         return jnp.zeros((batch, 1, columns), jnp.int32)
@@ -301,9 +299,8 @@ def read(
     """Return (hidden states x_BTD, updated cache) of the next T tokens of each sequence.
 
     A token attends to itself and the block_size - 1 before it. Positions are consecutive in each row and below
-    block_size, except with rope and none, which have no limit.
-
-    segments_BT: 0 for padding behind the tokens, which must not change a module's state, else 1. None means no padding.
+    block_size, except with rope and none, which have no limit. `segments_BT` is 0 for padding behind the tokens, which
+    must not change the state of a module, else 1. None means no padding.
     """
     if keeps_cache(model.config):
         how: Any = {"positions_BT": positions_BT, "segments_BT": segments_BT, "method": "hidden_states"}
@@ -346,9 +343,8 @@ def decode(
 ) -> tuple[DecodeState, Drawn]:
     """Draw up to `steps` tokens, at most `burst`, in each slot that has tokens left. End when none has.
 
-    A slot waits if its next position is past the model's last one: see `has_unbounded_positions`.
-
-    allowed_BW: a bit for each id that may be drawn, uint32.
+    A slot waits if its next position is past the model's last one: see `has_unbounded_positions`. `allowed_BW` has a bit
+    for each id that may be drawn, in uint32.
     """
     B, V = state.rows.seen_BV.shape
     A = min(MAX_TOP, V)
@@ -409,9 +405,8 @@ def decode_plain(
     """Do what `decode` does if all slots that draw are greedy or have a temperature, and nothing else.
 
     A GPU runs the loop, whose length is known, without the host. A slot that ends goes through the rest of it, and is
-    left as no one reads it. So are `seen_BV` and log-probabilities, which such slots do not need.
-
-    columns: how many attention reads, above all positions after the last step, or all. greedy: whether all are.
+    left as no one reads it. So are `seen_BV` and log-probabilities, which such slots do not need. Attention reads
+    `columns`, which are above all positions after the last step, or all. `greedy` says whether all slots are.
     """
 
     def set_live(cache: Cache, columns: int | None) -> Cache:

@@ -210,10 +210,9 @@ class DecodeMatrix(flax.struct.PyTreeNode):
     def matmul(self, x_UD: jax.Array) -> jax.Array:
         """Compute x_UD @ matrix.T in float32, [U, F].
 
-        Inputs are rounded to the weights' type. For int8 each row of them is scaled by its largest magnitude (Dettmers
-        et al. 2022, arXiv:2208.07339, without their outliers), since only an integer product is faster than float32
-        on CPU. On an Nvidia GPU int8 weights leave inputs as they are. Elsewhere a row's result has the same bits whatever
-        the other rows are and wherever it is among them.
+        Inputs are rounded to the type of the weights. For int8 each row is scaled by its largest magnitude (Dettmers et al.
+        2022, arXiv:2208.07339, but outliers are rounded too), since on CPU only integer products are faster than float32. On
+        an Nvidia GPU int8 weights leave inputs as they are. Elsewhere the bits of a row do not depend on the other rows.
         """
         return jax.lax.platform_dependent(self, x_UD, cuda=_matmul_on_gpu, default=_matmul)
 

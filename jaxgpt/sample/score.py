@@ -25,7 +25,7 @@ LOGITS_AT_ONCE = 256  # positions with logits in memory at once: 50 MB for a voc
 
 
 class LogLikelihood(NamedTuple):
-    """Log-likelihood of a continuation, given its context."""
+    """How likely a continuation is after its context, and whether greedy decoding would write it."""
 
     logprob: float  # nats, summed over its tokens
     is_greedy: bool  # each token is the most probable one: greedy decoding would generate the continuation
@@ -58,9 +58,8 @@ class Score:
 def score(model: GPT, params: dict, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """Return the log-probability in nats of each token given those before it: a float32 array for each list of ids.
 
-    The first token has no context and gets nan. Texts longer than block_size are read in windows that overlap by half:
-    every token after the first window has at least block_size // 2 tokens of context. Raises `UserError` for ids that
-    the model does not have.
+    The first token has no context and gets nan. Texts longer than block_size are read in windows that overlap by half, so
+    that later tokens have at least block_size // 2 tokens of context. Raises `UserError` for ids that the model lacks.
     """
     return [logprobs for logprobs, *_ in _score_windows(model, params, texts, [1] * len(texts), WINDOWS_AT_ONCE)]
 
@@ -128,9 +127,8 @@ def loglikelihood(
 def pair_ids(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
     """Return the ids of a context and its continuation, as `loglikelihood` takes them.
 
-    They are encoded as one text and split after the context. Spaces at its end move to the continuation, since most
-    tokenizers join a space to the next word, and the model was trained on such tokens. With an empty context the
-    continuation follows the start token. Raises `UserError` if no token is left for the continuation.
+    They are encoded as one text and split after the context. Spaces at its end move to the continuation, as most tokenizers
+    join a space to the next word. With an empty context the continuation follows the start token. `UserError` if it has none.
     """
     context, spaces = context.rstrip(), context[len(context.rstrip()) :]
     both = tokenizer.encode(context + spaces + continuation).tolist()

@@ -279,7 +279,7 @@ class Served:
             top, is_scored = p.logprobs, p.echo and p.logprobs is not None
         param, grammar = p.compile_grammar(self.run.tokenizer)
         if offer is not None and offer.required:
-            _need(grammar is None, f"{param} and tool_choice: needs one of them", param)
+            _need(grammar is None, f"{param} and tool_choice: give one of them", param)
             with _naming("tools"):
                 for tool in offer.required:
                     check_integers(tool["function"].get("parameters"), tool["function"]["name"])

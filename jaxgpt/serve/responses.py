@@ -223,7 +223,7 @@ class Answer:
     def _render(self, choice: Choice, content: Json, tokens: list[Token] | None, finish: str | None) -> Json:
         """Return a choice. Its log-probabilities are objects in a chat, and otherwise OpenAI's older lists.
 
-        Of tokens with one text `top_logprobs` there has the likeliest. The lists `top_token_...` have all, best first.
+        If tokens have one text, `top_logprobs` has the likeliest. The lists `top_token_...` have all, best first.
         """
         top = choice.row.request.top_logprobs  # 0 wants the tokens' own
         if tokens is None or top is None:

@@ -336,7 +336,7 @@ class Guard:
         headers = Headers(scope=scope)
         # A proxy may find another end of such a request.
         if "content-length" in headers and "transfer-encoding" in headers:
-            raise RequestError("Content-Length and Transfer-Encoding together: needs one of them")
+            raise RequestError("Content-Length and Transfer-Encoding together: give one of them")
         host, origin = headers.get("host", "").lower(), headers.get("origin")
         if not self._is_known(host):
             message = f"the server is not called {host[:80]!r}: use an address, or start it with --allowed-host"

@@ -53,7 +53,7 @@ from jaxgpt.tools.html_page import read_asset
 
 
 def find_run_of(name: str, say: Say) -> str:
-    """Return the run into which a model is imported: a GGUF file, a folder of Hugging Face's, or an id on the Hub.
+    """Return the run into which a model is imported: a GGUF file, a folder in Hugging Face's format, or its id.
 
     Any other name is returned as it is. A model that has changed since is imported again.
     """
@@ -87,7 +87,7 @@ def import_model(
         name: directory of a model in Hugging Face's format, its id on the Hub, or a FILE.gguf.
         run_dir: the run directory, absent or empty.
         dtype: the dtype of the parameters. None means as stored, and float32 if quantised.
-        tokenizer: path of another tokenizer.json, or "ids" for none. None means the model's.
+        tokenizer: path of another tokenizer.json, or "ids" for none. None means the tokenizer of the model.
 
     Raises:
         UserError: the model cannot be read, or `run_dir` is not empty. Nothing is written then.
@@ -196,7 +196,7 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
     """
     directory, out = find_run(run), Path(out)
     _check_empty(out, "--out")
-    imported = read_object(directory / HF_FOLDER / "config.json")  # an imported model's, else empty
+    imported = read_object(directory / HF_FOLDER / "config.json")  # as it was imported, else empty
     loaded, family, template = _load_to_export(read_metadata(directory), imported.get("model_type"))
     config = loaded.model.config
     if config.position == "rope" and imported.get("model_type") == family.model_type:

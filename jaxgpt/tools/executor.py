@@ -80,7 +80,7 @@ def open_executor(workers: Workers, place: Path) -> Iterator[Executor | None]:
 
 
 def count_threads() -> int:
-    """Return the number of threads that XLA uses in this process, which is that of its cores unless NPROC is set."""
+    """Return the number of threads that XLA uses in this process: as many as it has cores, unless NPROC is set."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return int(os.environ.get("NPROC") or cores)
 

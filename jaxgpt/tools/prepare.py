@@ -54,7 +54,7 @@ SAY_EVERY = 10.0  # seconds between lines about the progress
 WORDS = re.compile(r"(?s).*\S(?:(?= )|\n(?=\S))")
 
 
-class Piece(NamedTuple):
+class Part(NamedTuple):
     """A document or a part of one."""
 
     split: str
@@ -102,7 +102,7 @@ def prepare(
     given = {"sources": list(names), "tokenizer": tokenizer if chosen is None else fingerprint(chosen)}
     given |= {"column": column, "val_fraction": val_fraction, "shard_tokens": shard_tokens}
     if place.is_dir():
-        read_index(place, given, names)  # before a lock is put into a folder that is another's
+        read_index(place, given, names)  # before a lock is put into a folder of something else
     lock, index = lock_run(place, fresh=False, doing="prepared", option="--out"), {"at": None}
     try:
         index = read_index(place, given, names)
@@ -248,9 +248,7 @@ def parse_row(line: bytes, where: str, column: str) -> Any:
     return dict(row)
 
 
-def read_pieces(
-    names: Sequence[str], column: str, val_fraction: float, start: Sequence[int] = START
-) -> Iterator[Piece]:
+def read_pieces(names: Sequence[str], column: str, val_fraction: float, start: Sequence[int] = START) -> Iterator[Part]:
     """Yield the texts of sources from a position on. The hash of its first piece decides the split of a document.
 
     Raises `UserError` for a source that cannot be read.
@@ -269,7 +267,7 @@ def read_pieces(
                         split = SPLITS[draw < val_fraction * 2**64]
                     if raw and [source, row, number] >= list(start):
                         following = [source, row + 1, 0] if is_last else [source, row, number + 1]
-                        yield Piece(split, text, len(raw), is_last, following, before, after)
+                        yield Part(split, text, len(raw), is_last, following, before, after)
         except UserError:
             raise
         except ImportError as e:
@@ -344,7 +342,7 @@ def find_end(tokenizer: Tokenizer) -> int | None:
 _load = functools.cache(load_tokenizer)  # once in a process
 
 
-def encode_batch(file: Path, batch: list[Piece]) -> dict[str, np.ndarray]:
+def encode_batch(file: Path, batch: list[Part]) -> dict[str, np.ndarray]:
     """Return the tokens of each split, in order, with the ends of documents: the task of an executor."""
     tokenizer = _load(file)
     end = np.array([find_end(tokenizer)])
@@ -361,11 +359,11 @@ def encode_sources(
     """Yield the tokens of the sources from the index's position on, each batch with the position after it.
 
     The bytes and characters of each split are counted in the index, in which the end of a document is a newline.
-    file: the tokenizer's, from which each process loads it.
+    Each process loads the tokenizer from `file`.
     """
     given, names = index["arguments"], [*index["bytes"]]
     done, said = 0, time.monotonic()
-    waiting = deque[tuple[list[Piece], Future]]()
+    waiting = deque[tuple[list[Part], Future]]()
     pieces = read_pieces(names, given["column"], given["val_fraction"], index["at"])
     for batch in itertools.chain(join_pieces(pieces), [None]):
         if batch is not None:
@@ -389,7 +387,7 @@ def encode_sources(
         raise UserError(f"{', '.join(names)[:200]}: {wrong}: give more text")
 
 
-def join_pieces(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def join_pieces(pieces: Iterable[Part]) -> Iterator[list[Part]]:
     """Yield batches of pieces."""
     batch, size = [], 0
     for piece in pieces:

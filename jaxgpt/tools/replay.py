@@ -76,7 +76,7 @@ def replay(run: str | Path | None, step: int, *, say: Say = lambda text: None) -
     metadata = read_metadata(directory)
     step, steps = check_value("step", step, int), metadata.experiment.train.steps
     if not 1 <= step <= steps:
-        raise UserError(f"--step {step}: needs one of the steps of {directory}, 1 to {steps}")
+        raise UserError(f"--step {step}: give one of the steps of {directory}, 1 to {steps}")
     remedy = "to replay a step, put that text back"
     training = open_training(fit_devices(metadata.experiment), directory, metadata, remedy=remedy)
     start = training.checkpoints.latest_valid(before=step) or 0
@@ -289,7 +289,7 @@ def _name_arrays(state: TrainState) -> dict[str, np.ndarray]:
 
 
 def _validate(training: Training, claims: _Claims, step: int, state: TrainState, tolerance: float) -> Iterator[str]:
-    """Measure the validation loss after a step, and compare it with the log's or the checkpoint's."""
+    """Measure the validation loss after a step, and compare it with the log or the checkpoint."""
     val_loss, val_losses = training.measure_val_loss(training.trainer.merged_params(state))
     line = claims.validations.get(step, {"val_loss": claims.kept.get(step)})
     claimed = {"val_loss": line["val_loss"], **line.get("val_losses", {})}

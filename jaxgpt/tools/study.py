@@ -121,6 +121,7 @@ def run_study(
         variants: the experiments by name. The others are compared with the first.
         directory: directory of the study.
         seeds: number of runs per variant.
+        say: is given lines about the progress.
         workers: where the runs are trained. By default in this process, one after another.
 
     Raises:

@@ -84,7 +84,7 @@ def test_any_step_is_replayed_bit_for_bit_and_nothing_is_written(bumpy):
         assert (found.equal, found.origin) == (True, "the seed")
         assert (found.findings and found.findings.first) == ("the loss, of finite logits" if step < 10 else None)
     assert {p: p.stat().st_mtime_ns for p in bumpy.rglob("*")} == before
-    with pytest.raises(UserError, match=r"--step 11: needs one of the steps of .*, 1 to 10"):
+    with pytest.raises(UserError, match=r"--step 11: give one of the steps of .*, 1 to 10"):
         replay(bumpy, 11)
     with pytest.raises(UserError, match="step=1.5: needs a whole number"):
         replay(bumpy, 1.5)

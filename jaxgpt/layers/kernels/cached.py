@@ -26,7 +26,7 @@ def is_decoding(module: nn.Module) -> bool:
 
 
 class LayerCache(flax.struct.PyTreeNode):
-    """One layer's keys and values, normed and rotated."""
+    """The keys and values of one layer, normed and rotated, which later tokens attend to."""
 
     k_BKSH: jax.Array  # keys
     v_BKSH: jax.Array  # values

@@ -42,7 +42,7 @@ def plain_attention(
     Vaswani et al. 2017, arXiv:1706.03762. Grouped heads: Ainslie et al. 2023, arXiv:2305.13245.
 
     Args:
-        q_BTNH, k_BSKH, v_BSKH: queries, keys and values. The values' head size may differ from H, and is the result's.
+        q_BTNH, k_BSKH, v_BSKH: queries, keys and values. The result has the head size of the values, which may differ from H.
         scores: scale, window, cap and dropout of the scores.
         segments_BT: int32, the document of each token: it attends to no other. None means one per row.
         key: the key of dropout. None means no dropout.

@@ -21,7 +21,7 @@ INSTALL = 'pip install "jaxgpt[plan-gpu]"'
 
 
 # GPUs with a file in targets/, a `stream_executor.GpuTargetConfigProto` in text form: what XLA asks the driver for. They are
-# by github.com/openxla/xla, xla/backends/gpu/target_config/specs (at 4336d12 of 2026), and the RTX 4090's is by NVIDIA's
+# by github.com/openxla/xla, xla/backends/gpu/target_config/specs (at 4336d12 of 2026), for the RTX 4090 by NVIDIA's
 # "Ada GPU Architecture" v2.1 and its Ada Tuning Guide. ACCELERATED_FEATURES: compile for sm_90a, not for sm_90.
 TARGETS = ("h100", "h200", "a100-80", "b200", "rtx6000pro", "rtx4090")
 GPUS = f"{', '.join(TARGETS)} and GPUs or hosts and GPUs, such as 8xh200 or h200:8, 4x8xh200 or h200:4x8"
@@ -87,7 +87,7 @@ def tpu_devices(topology: str) -> list[jax.Device]:
 
 
 WITH_CORES = ("v4", "v5p")  # Google Cloud counts their TensorCores, two to a chip
-MOST_CHIPS = 6144  # of the largest slice, v5p's
+MOST_CHIPS = 6144  # of the largest slice, which is of v5p
 
 
 def parse_slice(topology: str) -> tuple[int, str, str]:

@@ -32,7 +32,7 @@ from jaxgpt.tools.xray.xray import describe_run, map_embedding, most_tokens, spe
 from jaxgpt.train import Params
 
 Weights = Literal["int8", "float32"]
-PROGRAMS = ("xray/sections", "xray/tokenizer", "xray/engine", "xray/live")  # the page's
+PROGRAMS = ("xray/sections", "xray/tokenizer", "xray/engine", "xray/live")  # of the page
 MOST_PARAMETERS = 2**26  # 85 MB as int8 in base64
 MOST_WEIGHTS = 2**22  # attention weights, which are drawn again as the text changes
 UNUSUAL = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")  # options of a BPE

@@ -36,7 +36,7 @@ EXAMPLES = 4  # top activating positions that are kept for each MLP unit
 WINDOWS_AT_ONCE = 8  # windows of a corpus per batch
 CORPUS_TOKENS = 2**15  # tokens searched for top activating examples. It takes seconds for a small model
 MOST_WEIGHTS = 2**25  # attention weights on a page, one byte each before compression
-PROGRAMS = ("xray/sections", "xray/xray")  # the page's
+PROGRAMS = ("xray/sections", "xray/xray")  # of the page
 UNITS = 8  # most active units that are listed for each position
 DRAWN = ("attention", "pattern", "middle", "units", "mlp")  # the places in a block that the page draws
 ELEMENTS = 8  # elements of a token's vector that are shown before and after a norm
@@ -199,6 +199,7 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None) -> s
     It shows surprise, attention, norms, the residual stream, MLP units, the logit lens, embeddings and sampling.
 
     Args:
+        run: a trained run, as `fit` and `load` return it.
         prompt: the text, or its token ids.
         data: a UTF-8 file to search for the top activating examples of each MLP unit. None means the run's training text.
 

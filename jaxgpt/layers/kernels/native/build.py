@@ -39,7 +39,7 @@ def why_not_native() -> str | None:
 
 
 def _build(compiler: str) -> Path:
-    """Return the compiled kernels, by a name of all that decides it: a home directory may serve several machines."""
+    """Compile the kernels into a file named by compiler, flags and CPU, since machines may share a home directory."""
     command = [compiler, *FLAGS, "-I", jax.ffi.include_dir(), str(SOURCE)]
     cpu = Path("/proc/cpuinfo")
     flags = {x for x in cpu.read_text().splitlines() if x.startswith(("flags", "model"))} if cpu.exists() else set()
