@@ -30,7 +30,7 @@ class TrainState:
     params: Params  # float32: the trained parameters
     opt_state: Any  # state of the Optax transformation, which skipped steps do not change
     skipped: jax.Array  # int32: steps skipped so far
-    in_a_row: jax.Array  # int32: steps skipped since the last one taken
+    skipped_in_a_row: jax.Array  # int32: steps skipped since the last one taken
     frozen_params: Params | None = None  # the model's own, if `params` are adapters. None if there are none
     __repr__ = short_repr
 
@@ -84,8 +84,8 @@ def train_step(
     state, but advances `step`, and with it the data. A finite gradient norm guarantees finite updates: it bounds the
     squares that Adam keeps, and OptimConfig bounds their factors.
 
-    Metrics are scalars: "loss" in nats per target, what `loss_fn` reports, also per target, "grad_norm", and "in_a_row",
-    the steps skipped since the last one taken, 0 if this one was. "learning_rate" is what the optimizer used, or would
+    Metrics are scalars: "loss" in nats per target, what `loss_fn` reports, also per target, "grad_norm", and
+    "skipped_in_a_row", the steps skipped since the last one taken. "learning_rate" is what the optimizer used, or would
     have used: what its state has under that name, else what the schedule says.
 
     Args:
@@ -131,10 +131,10 @@ def train_step(
     # and this sum into one instruction with one rounding.
     params = optax.apply_updates(state.params, updates)
     taken = (params, opt_state, state.skipped, 0)
-    skipped = (state.params, state.opt_state, state.skipped + 1, state.in_a_row + 1)
+    skipped = (state.params, state.opt_state, state.skipped + 1, state.skipped_in_a_row + 1)
     params, opt_state, skips, in_a_row = jax.tree.map(lambda x, y: jnp.where(is_finite, x, y), taken, skipped)
     after = TrainState(state.step + 1, params, opt_state, skips, in_a_row, state.frozen_params)
-    ours = {"loss": loss, "grad_norm": norm, "in_a_row": in_a_row}
+    ours = {"loss": loss, "grad_norm": norm, "skipped_in_a_row": in_a_row}
     ours["learning_rate"] = rates[0][1] if rates else schedule(state.step - state.skipped)
     if both := metrics.keys() & (RESERVED | ours.keys()):
         raise UserError(f"a metric of the experiment's own is called {min(both)!r}, as one of jaxgpt's: rename it")

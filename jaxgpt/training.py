@@ -230,7 +230,7 @@ class InFlight:
             step, arrays = self._steps.popleft()
             metrics = {name: float(x) for name, x in arrays.items()}
             self._log.log_step(step, metrics)
-            self.skipped_in_a_row = count = int(metrics["in_a_row"])
+            self.skipped_in_a_row = count = int(metrics["skipped_in_a_row"])
             if count >= self._training.experiment.optim.max_skipped:
                 why = f"{count} steps in a row were skipped, up to step {step}: {why_skipped(metrics)}"
                 raise self._training.diverged(why)

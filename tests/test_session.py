@@ -185,7 +185,9 @@ def test_fresh_moves_the_old_run_aside_and_the_newest_is_the_default(experiment,
 def test_a_save_is_of_its_step_though_the_state_moves_on(tmp_path):
     """Saving returns before the data is written, and the next step is given the same memory."""
     params = {"w": jax.numpy.zeros((512, 512))}
-    state = TrainState(np.int32(1), params, optax.identity().init(params), skipped=np.int32(0), in_a_row=np.int32(0))
+    state = TrainState(
+        np.int32(1), params, optax.identity().init(params), skipped=np.int32(0), skipped_in_a_row=np.int32(0)
+    )
     advance = jax.jit(lambda s: s.replace(params=jax.tree.map(lambda x: x + 1.0, s.params)), donate_argnums=0)
     checkpoints = Checkpoints(tmp_path / "c")
     state = jax.tree.map(jax.numpy.asarray, state)

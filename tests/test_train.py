@@ -140,13 +140,13 @@ def test_a_step_that_is_not_finite_is_as_if_it_had_not_been():
     _, one = run(compiled, state, 3)
     bad, told = compiled(one, poisoned(batch), key)
     assert not np.isfinite(float(told["loss"]))
-    assert int(told["in_a_row"]) == 1
+    assert int(told["skipped_in_a_row"]) == 1
     chex.assert_trees_all_equal((bad.params, bad.opt_state), (one.params, one.opt_state))
     assert (int(bad.step), int(bad.skipped)) == (4, 1)
     bad, told = compiled(bad, poisoned(batch), key)
-    assert int(told["in_a_row"]) == 2
+    assert int(told["skipped_in_a_row"]) == 2
     after, told = compiled(bad, batch, key)
     expected, as_told = compiled(one, batch, key)
     chex.assert_trees_all_equal((after.params, after.opt_state), (expected.params, expected.opt_state))
-    assert (int(told["in_a_row"]), int(after.skipped)) == (0, 2)
+    assert (int(told["skipped_in_a_row"]), int(after.skipped)) == (0, 2)
     assert float(told["learning_rate"]) == float(as_told["learning_rate"])

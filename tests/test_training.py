@@ -30,7 +30,7 @@ def run(text_file, tmp_path, monkeypatch):
             events.append(f"begin {state + 1}")
             in_row[0] = in_row[0] + 1 if state + 1 in bad else 0
             metrics = {"loss": math.nan if in_row[0] else 1.0, "grad_norm": 1.0, "learning_rate": 0.1}
-            return state + 1, metrics | {"in_a_row": in_row[0]}
+            return state + 1, metrics | {"skipped_in_a_row": in_row[0]}
 
         def measure(self, state, is_interrupted):
             events.append(f"validation {state}")

@@ -256,7 +256,7 @@ def _state_shardings(
         transform_non_params=lambda _: replicated,
         is_leaf=lambda _: True,  # `follow` takes the trees as a whole
     )
-    counters: Any = dict.fromkeys(("step", "skipped", "in_a_row"), replicated)
+    counters: Any = dict.fromkeys(("step", "skipped", "skipped_in_a_row"), replicated)
     return TrainState(params=params, opt_state=opt_state, frozen_params=frozen_params, **counters)
 
 

@@ -332,7 +332,7 @@ def _handler(items: Trees) -> ocp.CompositeCheckpointHandler:
 
 def _to_items(state: TrainState, eval_params: Params | None) -> Trees:
     """Return what is saved of a state: all but frozen parameters. See `Checkpoints.save`."""
-    guard = _Guard(skipped=state.skipped, in_row=state.in_a_row)
+    guard = _Guard(skipped=state.skipped, in_row=state.skipped_in_a_row)
     rest = {"step": state.step, "opt_state": state.opt_state, "guard": guard}
     if eval_params is None:
         return {PARAMS: state.params, REST: rest}

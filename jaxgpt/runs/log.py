@@ -65,7 +65,7 @@ class RunLog:
             # Not measured at the first step of a session, which is mostly compilation.
             rate = None if step == self._start + 1 else tokens / max(now - at, 1e-9)
             mfu = rate * self._mfu_of_rate if rate and self._mfu_of_rate else None
-            own = sorted(metrics.keys() - {*FIRST, "in_a_row"})  # the objective's metrics
+            own = sorted(metrics.keys() - {*FIRST, "skipped_in_a_row"})  # the objective's metrics
             line: Line = {"step": step, "tokens": step * self._tokens_per_step}
             line |= {name: metrics[name] for name in (*FIRST, *own)}
             self._write(line | {"tokens_per_second": rate, "mfu": mfu, "seconds": self.clock.total()})

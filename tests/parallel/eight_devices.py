@@ -296,12 +296,12 @@ def check_bad_step() -> None:
                 text[-1, -1] = 16  # on the last device alone
             metrics, state = run.step(run.rows(text[:, :-1], text[:, 1:], segments_BT=DOCUMENTS)), run.state
             seen.append([np.asarray(x).tobytes() for x in jax.tree.leaves((state.params, state.opt_state))])
-            told.append([float(metrics[key]) for key in ("in_a_row", "learning_rate", "loss")])
+            told.append([float(metrics[key]) for key in ("skipped_in_a_row", "learning_rate", "loss")])
         assert seen[0] == seen[1] != seen[2], name
-        in_a_row, rates, losses = zip(*told, strict=True)
+        skipped_in_a_row, rates, losses = zip(*told, strict=True)
         expected = expected or losses
         assert_equal(losses, expected, name)
-        assert in_a_row == (0, 1, 0)
+        assert skipped_in_a_row == (0, 1, 0)
         assert rates[0] < rates[1] == rates[2]  # warm-up; the rate that was not used is used next
         assert {shard.data.item() for shard in state.skipped.addressable_shards} == {1}
 

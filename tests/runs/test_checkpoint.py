@@ -35,7 +35,7 @@ def small_state(step, size=16):
 
 
 def new_state(params, optimizer, step):
-    counters = {name: jax.numpy.int32(0) for name in ("skipped", "in_a_row")}
+    counters = {name: jax.numpy.int32(0) for name in ("skipped", "skipped_in_a_row")}
     return TrainState(jax.numpy.int32(step), params, optimizer.init(params), **counters)
 
 

@@ -30,7 +30,7 @@ def test_the_rate_and_the_mfu(text_file, tmp_path, monkeypatch, capsys, quiet):
     log.clock = SimpleNamespace(working=itertools.count(0.0, 0.25).__next__, total=lambda: 7.0)
     log.log_first_step(4, 60.0)
     for step in range(4, 9):
-        log.log_step(step, dict.fromkeys(("loss", "grad_norm", "learning_rate", "in_a_row"), 1.0))
+        log.log_step(step, dict.fromkeys(("loss", "grad_norm", "learning_rate", "skipped_in_a_row"), 1.0))
     log.close()
     _, *said = capsys.readouterr().err.splitlines()
     assert [line.split(" · ")[:2] for line in said] == [[f"step {n}/6", "loss 1.000"] for n in range(4, 9)] * (
