@@ -29,26 +29,18 @@ def test_flops(f, shapes, flops):
     assert traffic.count_products(compiled(f, *shapes).as_text()) == flops
 
 
-def test_a_scan_counts_as_often_as_it_runs():
+def test_a_scan_counts_as_often_as_it_runs_and_reads_each_layer_once():
     def f(x_BD, w_LDD):
         return jax.lax.scan(lambda x_BD, w_DD: (jnp.tanh(x_BD @ w_DD), None), x_BD, w_LDD)[0]
 
-    L, B, D = 7, 16, 64
-    step = 2 * B * D * D
-    assert traffic.count_products(compiled(f, (B, D), (L, D, D)).as_text()) == L * step
-    gradient = compiled(jax.grad(lambda x, w: f(x, w).sum(), argnums=(0, 1)), (B, D), (L, D, D))
-    assert traffic.count_products(gradient.as_text()) == 3 * L * step
-
-
-def test_a_scan_reads_each_layer_once():
-    def f(x_BD, w_LDD):
-        return jax.lax.scan(lambda x_BD, w_DD: (x_BD @ w_DD, None), x_BD, w_LDD)[0]
-
-    L, B, D = 9, 1, 256
-    layers = 4 * L * D * D
-    accessed = traffic.read_traffic(compiled(f, (B, D), (L, D, D)).as_text()).bytes_accessed
+    L, B, D = 9, 16, 256
+    shapes = (B, D), (L, D, D)
+    text = compiled(f, *shapes).as_text()
+    gradient = compiled(jax.grad(lambda x, w: f(x, w).sum(), argnums=(0, 1)), *shapes)
+    assert traffic.count_products(text) == 2 * L * B * D * D
+    assert traffic.count_products(gradient.as_text()) == 6 * L * B * D * D
     # At least once; at most, a slice copied out and read again. The whole stack in every iteration would be 9 times.
-    assert layers <= accessed <= 3.1 * layers
+    assert 1 <= traffic.read_traffic(text).bytes_accessed / (4 * L * D * D) <= 3.5
 
 
 FMHA = """ROOT %attend = (bf16[2,12,1024,64]{3,1,2,0}, f32[2,12,1024]{2,1,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config": {"algorithm": {"tuning_knobs": {"17": "1"}}, "intermediate_tensor_shape": {"element_type": "BF16", "dimensions": ["2", "12", "1024", "1024"], "tuple_shapes": []}, "mask_type": "CAUSAL", "sliding_window_length": 0}}"""

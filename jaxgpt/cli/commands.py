@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import ipaddress
 import itertools
 import os
 import re
@@ -268,7 +267,7 @@ def serve(
     A host beyond this machine needs a key: in the environment variable JAXGPT_API_KEY, or in a file.
     """
     key = _read_key(options.api_key_file)
-    if key is None and not options.no_key and not _is_this_machine(options.host):
+    if key is None and not options.no_key and options.host not in ("localhost", "127.0.0.1", "::1"):
         remedy = f"set {KEY}, name a file with --api-key-file, or say --no-key"
         raise UserError(f"host {options.host} can be reached from other machines: {remedy}")
     needed = ("starlette", "uvicorn", "prometheus_client")
@@ -289,10 +288,3 @@ def _read_key(path: str | None) -> str | None:
     if key is not None and not re.fullmatch("[!-~]{16,}", key):
         raise UserError(f"the key in {path or KEY} has {len(key)} characters: needs at least 16, ASCII without spaces")
     return key
-
-
-def _is_this_machine(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -39,10 +39,9 @@ class Corpus(NamedTuple):
 
 def strip_gutenberg(text: str) -> str:
     """Strip the header and licence of a Project Gutenberg file, and convert its line ends to Unix."""
-    lines = text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n")
-    start = next((i + 1 for i, line in enumerate(lines) if line.startswith("*** START OF")), 0)
-    end = next((i for i, line in enumerate(lines) if line.startswith("*** END OF")), len(lines))
-    return "\n".join(lines[start:end]).strip("\n")
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n")
+    framed = re.search(r"(?ms)^\*\*\* START OF.*?\n(.*?)^\*\*\* END OF", text)
+    return (framed[1] if framed else text).strip("\n")
 
 
 # All three are in the public domain. Sancho, verse by Cervantes, is from a repository with the MIT licence.
@@ -222,8 +221,8 @@ def _python_docs() -> str:
 
     paragraphs = re.split(r"\n\s*\n", "\n\n".join(topics.values()).strip("\n"))
     found = {hashlib.sha256(text.encode()).hexdigest()[:8]: text for text in paragraphs}
-    chosen = (Path(__file__).parent / "python_docs.txt").read_text().split()
-    kept = [found[digest] for digest in chosen if digest in found]
+    chosen = Path(__file__).with_name("python_docs.txt").read_text().split()
+    kept = list(filter(None, map(found.get, chosen)))
     if lost := len(chosen) - len(kept):
         LOG.warning("this Python's reference lacks %d of %d paragraphs: losses will differ", lost, len(chosen))
     return "\n\n".join(kept) + "\n"

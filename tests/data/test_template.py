@@ -30,10 +30,6 @@ def user(*contents):
     return [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)]
 
 
-def marked_text(written):
-    return [written.text[a:b] for a, b in written.answers]
-
-
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda c: f"{c['tokenizer']}-{c['template']}-{c['conversation']}")
 def test_as_transformers_does(case):
     tokenizer = TOKENIZERS[case["tokenizer"]]
@@ -74,7 +70,7 @@ def test_contents_have_no_special_tokens(kind, name):
     if kind == "bytes":
         assert tokenizer.decode(ids) == written.text
         spans = np.split(ids, np.flatnonzero(np.diff(answers)) + 1)[1::2]
-        assert [tokenizer.decode(span) for span in spans] == marked_text(written)
+        assert [tokenizer.decode(span) for span in spans] == [written.text[a:b] for a, b in written.answers]
 
 
 def test_where_a_template_loses_track_of_contents_its_tokens_are_refused_in_them():

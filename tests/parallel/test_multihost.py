@@ -97,17 +97,13 @@ def test_two_processes_of_four_devices_are_one_run(start, alone, tmp_path, strat
     np.testing.assert_allclose(ours, theirs, **CURVES_EQUAL)
 
 
-def steps_done(directory):
-    return len(read_metrics(directory / "metrics.jsonl"))
-
-
 FOREVER = ["--train.steps", "100000", "--train.eval-every", "100000", "--train.checkpoint-every", "5"]
 
 
 def until_step(number, processes, tmp_path):
     """And until something is saved."""
     deadline, saved = time.monotonic() + DEADLINE, Checkpoints(tmp_path / "run" / "checkpoints").steps
-    while steps_done(tmp_path / "run") < number or not saved():
+    while len(read_metrics(tmp_path / "run" / "metrics.jsonl")) < number or not saved():
         assert time.monotonic() < deadline and processes[0].poll() is None, (tmp_path / "0.err").read_text()
         time.sleep(0.2)
 

@@ -13,10 +13,6 @@ NO_FLAG = ("true", 1, {})
 SURROGATE = "\ud800"  # half of a character: valid JSON, and no UTF-8
 
 
-def schema_format(schema):
-    return {"type": "json_schema", "json_schema": {"schema": schema}}
-
-
 COMMON = {
     "temperature": (*NO_NUMBER, -1, 1e300),
     "top_p": (*NO_NUMBER, 2),
@@ -38,7 +34,13 @@ COMMON = {
     "best_of": (2,),
     "parallel_tool_calls": NO_FLAG,
     "suffix": ("x",),
-    "response_format": (1, "json_object", {"type": "xml"}, {"type": "json_schema"}, schema_format({"type": "x"})),
+    "response_format": (
+        1,
+        "json_object",
+        {"type": "xml"},
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}},
+    ),
     "structured_outputs": (
         *(1, {}, {"xml": "a"}, {"regex": "a", "json": {}}),
         *({"json": schema} for schema in (1, [], "{", {"type": "x"})),
