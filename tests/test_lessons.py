@@ -21,8 +21,10 @@ from tests.conftest import REPOSITORY
 nbformat = pytest.importorskip("nbformat")
 
 LESSONS = REPOSITORY / "experiments" / "lessons"
-PARTS = "1_tokens 2_layer_norm 3_attention 4_mlp 5_block 6_training 7_generation".split()
-NAMES = [*PARTS, "8_induction", "9_policy_gradient", "10_encoder_decoder"]
+NAMES = (
+    "1_tokens 2_layer_norm 3_attention 4_mlp 5_block 6_training 7_generation 8_induction 9_policy_gradient "
+    "10_encoder_decoder"
+).split()
 LANGUAGES = ["en", "es"]
 DEADLINE = 240  # seconds of one lesson, which shall take less than half of it on an idle machine of two cores
 TEMPORARY = re.compile(re.escape(tempfile.gettempdir()) + r"/\w+/")  # what `tempfile.mkdtemp()` returns
