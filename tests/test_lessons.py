@@ -21,10 +21,10 @@ from tests.conftest import REPOSITORY
 nbformat = pytest.importorskip("nbformat")
 
 LESSONS = REPOSITORY / "experiments" / "lessons"
-NAMES = [
-    *("1_tokens", "2_layer_norm", "3_attention", "4_mlp", "5_block", "6_training", "7_generation", "8_induction"),
-    "9_policy_gradient",
-]
+NAMES = (
+    "1_tokens 2_layer_norm 3_attention 4_mlp 5_block 6_training 7_generation 8_induction 9_policy_gradient "
+    "10_encoder_decoder"
+).split()
 LANGUAGES = ["en", "es"]
 DEADLINE = 240  # seconds of one lesson, which shall take less than half of it on an idle machine of two cores
 TEMPORARY = re.compile(re.escape(tempfile.gettempdir()) + r"/\w+/")  # what `tempfile.mkdtemp()` returns
@@ -100,7 +100,7 @@ def place(tmp_path_factory):
     """
     place = tmp_path_factory.mktemp("lessons")
     (place / "experiments").mkdir()
-    for needed in ("sancho_mini.py", "post", "interpretability"):
+    for needed in ("sancho_mini.py", "post", "interpretability", "transformer_2017"):
         (place / "experiments" / needed).symlink_to(REPOSITORY / "experiments" / needed)
     for language in LANGUAGES:
         (place / "experiments" / "lessons" / language).mkdir(parents=True)
