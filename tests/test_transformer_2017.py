@@ -239,5 +239,7 @@ def test_a_run_is_opened_extended_and_translates(trained):
     sources = ["abc", "d", "ca", "bb"]
     written = translate.translate(run, sources)
     assert written == translate.translate(run, sources[::-1])[::-1] and all(len(text) <= 8 for text in written)
+    with pytest.raises(UserError, match="needs a source"):
+        run.sample("abc")
     longer = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, steps=10))
     assert fit(longer, run.directory, progress=False, extend=True).step in (4, 8, 10)

@@ -235,7 +235,7 @@ class EncoderDecoder(GPT):
         if segments_BT is None:
             segments_BT = jnp.ones(tokens_BT.shape, jnp.int32)
         states_BSD = None
-        if source_BS is not None or not is_decoding(self):  # else they are in the cache
+        if source_BS is not None or not self.variables.get("cache"):  # else they are in it
             states_BSD, source_segments_BS = self.read_source(source_BS, source_segments_BS, train)
 
         def run_block(block: nn.Module, x_BTD: jax.Array) -> jax.Array:
@@ -253,7 +253,7 @@ class EncoderDecoder(GPT):
     ) -> tuple[jax.Array, jax.Array]:
         """Return the encoder's states of a source, and the document of each token."""
         if source_BS is None:
-            raise UserError("an encoder-decoder needs source_BS, tokens to read")
+            raise UserError("an encoder-decoder needs a source, source_BS: use experiments/transformer_2017/translate.py")
         if segments_BS is None:
             segments_BS = jnp.ones(source_BS.shape, jnp.int32)
         return self.encode(source_BS, segments_BS, train=train), segments_BS
