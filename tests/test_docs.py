@@ -61,7 +61,6 @@ def directory(tmp_path_factory, text_file):
 @pytest.mark.slow
 def test_every_command_in_order(directory):
     """In forks of one process that has imported everything; programs of their own in processes of their own."""
-    ran = 0
     with contextlib.closing(Zygote()) as zygote:
         for page in PAGES:
             if (newest := directory / "runs" / "laptop" / "experiment.json").exists():
@@ -74,10 +73,8 @@ def test_every_command_in_order(directory):
                 done = run_command(*words, cwd=directory) if own else zygote.run(words, directory, deadline=240)
                 assert done.returncode == 0, (page.name, command, done.stderr)
                 assert done.stdout.strip() or "2017/train.py" in command, (page.name, command)
-                ran += 1
             for written in ("xray.html", "page.html", "exported", "adapted"):  # a later page may write it, too
                 subprocess.run(["rm", "-rf", written], cwd=directory, check=True, timeout=60)
-    assert ran >= 20
 
 
 def smaller(verb, argv):
@@ -86,10 +83,10 @@ def smaller(verb, argv):
         return [*SMALL.split(), "--data.path", "mytext.txt", "--trials", "2", "--seeds", "1"]
     if "translate.py" in argv[0] or ("train" not in argv and verb != "python"):
         return []
-    if "transformer_2017" in argv[0]:
-        return [*SMALL.split(), "--train.sample-tokens", "0"]
     if {"--data.path", "--run-dir"} & set(argv):
         return SMALL.split()
+    if "transformer_2017" in argv[0]:
+        return f"{SMALL} --train.sample-tokens 0".split()
     return [*SMALL.split(), "--data.path", "mytext.txt"]
 
 
