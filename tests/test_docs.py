@@ -69,12 +69,13 @@ def test_every_command_in_order(directory):
                 if command == TEST or (command.startswith("python -m pip install") and command != TRAIN):
                     continue  # CI itself, an accelerator's wheels, or the build of the site, which has its own test
                 verb, *argv = shlex.split(command.removeprefix("python -m pip install -e . && "))
-                words, own = argv + smaller(verb, argv), verb != "jaxgpt"
-                done = run_command(*words, cwd=directory) if own else zygote.run(words, directory, deadline=240)
+                words = argv + smaller(verb, argv)
+                in_fork = verb == "jaxgpt"
+                done = zygote.run(words, directory, deadline=240) if in_fork else run_command(*words, cwd=directory)
                 assert done.returncode == 0, (page.name, command, done.stderr)
                 assert done.stdout.strip() or "2017/train.py" in command, (page.name, command)
-            for written in ("xray.html", "page.html", "exported", "adapted"):  # a later page may write it, too
-                subprocess.run(["rm", "-rf", written], cwd=directory, check=True, timeout=60)
+            written = ["xray.html", "page.html", "exported", "adapted"]  # a later page may write them, too
+            subprocess.run(["rm", "-rf", *written], cwd=directory, check=True, timeout=60)
 
 
 def smaller(verb, argv):
