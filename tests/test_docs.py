@@ -82,7 +82,7 @@ def smaller(verb, argv):
     """Return options that make a training small and give it a text that is there."""
     if "sweep" in argv:
         return [*SMALL.split(), "--data.path", "mytext.txt", "--trials", "2", "--seeds", "1"]
-    if "translate.py" in argv[0] or ("train" not in argv and verb != "python"):
+    if "translate.py" in argv[0] or "check" in argv or ("train" not in argv and verb != "python"):
         return []
     if {"--data.path", "--run-dir"} & set(argv):
         return SMALL.split()
