@@ -59,6 +59,10 @@ class RolloutConfig(TaskConfig):
     reference: str | None = None  # run to stay close to, whose log-probabilities objective.kl needs. None means none
     bad_reward: Literal["stop", "zero"] = "stop"  # what a reward does that raises or is not finite
 
+    def make_sampling(self) -> Sampling:
+        """Return how completions are drawn."""
+        return Sampling(temperature=self.temperature)
+
     def __init_subclass__(cls) -> None:
         """Raise `UserError` if the task comes after this class: its fields would have `TaskConfig`'s defaults."""
         task = cls.__mro__[cls.__mro__.index(RolloutConfig) + 1]
@@ -178,7 +182,7 @@ class Rollouts:
             self.engine = Engine(model, params, slots=min(len(prompts), MOST_SLOTS), vocab_size=known, max_stops=1)
         engine, config, keys = self.engine, self.config, list(split_rows(key, len(prompts)))
         engine.params = params
-        sampling = Sampling(temperature=config.temperature)
+        sampling = config.make_sampling()
         waiting, running = list(range(len(prompts)))[::-1], {}
         drawn: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
         while waiting or running:
