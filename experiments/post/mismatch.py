@@ -88,7 +88,7 @@ class OtherRollouts(Rollouts):
         exact_BT, model = made.extras["old_logprobs_BT"], trainer.model
         other_BT = exact_BT
         if self.config.scores == "bfloat16":
-            other_BT = self.score(trainer, model.clone(dtype=jnp.bfloat16), params, made)
+            other_BT = self.score(trainer, model.clone(dtype=jnp.bfloat16), params, made, 1.0)
         elif self.config.scores == "noise":
             other_BT = exact_BT + NOISE * jax.random.normal(jax.random.fold_in(key, 2**31), exact_BT.shape)
         elif self.config.scores == "renormalised":
