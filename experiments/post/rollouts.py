@@ -12,8 +12,9 @@ So nothing is stored, and a resumed run, a replay and an audit draw the same tok
 Log-probs   `old_logprobs_BT` are computed by the forward pass of the objective, in pieces of the shape that the step
             computes at once, and not taken from the engine, whose sums have another order. "sampler_gap" is the largest
             difference, both by the raw logits over the whole vocabulary ("whole" in `sampler_gap.py`), since the
-            engine's log-probabilities know no temperature. On a CPU the ratio of the step's own forward pass to the old
-            ones is exactly 1 in float32: GRPO reports the share of tokens where it is not, "off_policy".
+            engine's log-probabilities know no temperature. On a CPU in float32, without dropout, adapters or a mesh,
+            the step's own forward pass has the bits of the old ones, and the ratio is exactly 1. "exact" is 1 where
+            that holds, and GRPO's "off_policy" is the share of tokens where the ratio is not.
 Unfinished  A completion that has not ended within max_new_tokens gets the reward 0, and `reward` is not asked.
 Metrics     "reward" and "length" (tokens, with the end) are means over completions, "finished" and "solved" the shares of
             those that ended, and of those with a reward of 1 or more. With `reference` the objective logs "kl".
@@ -163,6 +164,9 @@ class Rollouts:
             whole_BT = self.score(trainer, model, params, made, 1.0)
         by_engine = np.concatenate([logprobs for _, logprobs in drawn])  # nan for an end
         metrics["sampler_gap"] = float(np.nanmax(np.abs(by_engine - whole_BT[made.mask_BT]), initial=0.0))
+        is_exact = model.dtype == jnp.float32 and model.config.dropout == 0.0 and jax.default_backend() == "cpu"
+        is_exact &= trainer.model.sharding is NO_SHARDING and trainer.abstract_state.frozen_params is None
+        metrics["exact"] = float(is_exact)
         above_B = advantages(rewards_B.reshape(-1, config.group), config.scale).ravel()
         extras = {
             "advantages_BT": np.where(made.mask_BT, above_B[:, None], 0.0).astype(np.float32),
