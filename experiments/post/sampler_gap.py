@@ -16,8 +16,45 @@ Expected    Written before the first table. What the engine stores is "whole" wi
             and matrix products, and some tokens are equal to the bit. Company, prefix reuse and devices change no bit.
             int8 keys and values are within 0.05, bfloat16 within 0.05, int8 weights within 0.1. "truncated" differs from
             "whole" by the logarithm of the mass that is left: up to 0.11 with top-p 0.9, and by more with top-k.
-Result      not yet.
-Verdict     not yet.
+Result      the tiny model (320 tokens) and the run of `grpo_arithmetic.py:sft` (48 tokens), one core of a shared AMD EPYC
+            (family 25, model 17, AVX-512), Python 3.13.0, jax 0.12.0.1, 2026-11-29. "equal" is the share of tokens with the
+            same bits, and the others are the largest differences from "whole" and from "truncated":
+
+                               tiny model                  run
+            cell               equal whole    truncated    equal whole    truncated
+            no filter          59%  9.5e-07  9.5e-07    46%  2.1e-06  2.3e-06
+            temperature 0.6    56%  9.5e-07  1.4        48%  2.1e-06  1.3
+            greedy             36%  9.5e-07  4.1        35%  1.2e-06  1.9
+            top-k 5            43%  1.4e-06  2.7        52%  2.1e-06  0.28
+            top-p 0.9          56%  9.5e-07  0.11       48%  2.1e-06  0.1
+            min-p 0.1          61%  9.5e-07  0.93       50%  2.1e-06  0.22
+            repetition 1.3     52%  9.5e-07  0.46       50%  2.4e-06  1.5
+            frequency 0.5      58%  9.5e-07  0.95       48%  2.4e-06  0.6
+            presence 0.5       58%  9.5e-07  0.49       52%  2.1e-06  0.49
+            bias -100          56%  9.5e-07  0.0094     48%  2.1e-06  0.026
+            grammar            56%  9.5e-07  2.2        27%  2.4e-06  4.8
+            alone              59%  9.5e-07  9.5e-07    46%  2.1e-06  2.3e-06   bits of "no filter"
+            prefix reused      59%  9.5e-07  9.5e-07    46%  2.1e-06  2.3e-06   bits of "no filter"
+            padded vocabulary  54%  9.5e-07  0.035      50%  3.6e-06  3.6
+            cache bfloat16      0%  0.0028   0.0028      0%  0.016    0.016
+            cache int8          0%  0.0064   0.0064      0%  0.022    0.022
+            weights bfloat16    0%  0.012    0.012       0%  0.0097   0.0097
+            weights int8        0%  0.053    0.053       0%  0.1      0.1
+            model bfloat16      0%  0.012    0.012       0%  0.058    0.058
+            pmap, 4 devices    59%  9.5e-07  9.5e-07    40%  2.4e-06  2.3e-06
+            mesh, 4 devices    54%  9.5e-07  9.5e-07    35%  2.4e-06  2.3e-06
+
+            With the sampler's former sum, which subtracted the largest logit first, 3 of 120 tokens of another random
+            model were equal to the trainer's to the bit; by the trainer's function 46 of the same 120 are.
+            In the run no prompt fills a chunk of the cache, so that nothing is reused there. With prompts of at most six
+            tokens, in an earlier version of this program, it had 9.1e-06 with the padded vocabulary and 0.13 with int8
+            weights.
+Verdict     The engine stores "whole" whatever the filters are, to less than 1e-5 in float32, and about half of the tokens
+            have the trainer's bits. What was expected wrongly: devices do change the trainer's last bits, those of a mesh in
+            both models and those of pmap in the run, where a device has two rows of twelve tokens. And a trained model is
+            further off than a random one, 0.13 with int8 weights and 0.058 in bfloat16. The bounds of the cells are wider
+            than expected for that, and 3e-5 in float32, since other processors add otherwise. A test holds each cell to its
+            bound.
 """
 
 import argparse
@@ -48,8 +85,9 @@ from jaxgpt.sample.quantize import for_decoding
 SLOTS, DEVICES, PADDING = 4, 4, 7
 LENGTHS = (1, 3, 17, 70, 70, 5, 66, 9)  # tokens of the prompts: some have a full chunk, which a later one can reuse
 REGEX = "[0-9a-z ]{8,40}"
-# Most |stored - whole|. float32 sums in another order; 8 bits of bfloat16; 8 bits with one scale for many numbers.
-FLOAT32, ROUNDED, INT8 = 1e-5, 0.05, 0.1
+# Most |stored - whole|, two or three times what was seen: float32 sums in another order, 8 bits of bfloat16 or of keys and
+# values, and 8 bits of weights and inputs with one scale for many numbers.
+FLOAT32, ROUNDED, INT8 = 3e-5, 0.15, 0.3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +129,7 @@ CELLS = {
     "model bfloat16": Cell(dtype="bfloat16", bound=ROUNDED),
 }
 ON_DEVICES = {
-    "pmap, 4 devices": Cell(devices="pmap", same=True),
+    "pmap, 4 devices": Cell(devices="pmap"),
     "mesh, 4 devices": Cell(devices="mesh"),
 }
 
@@ -128,12 +166,12 @@ def draw(cell: Cell, model: GPT, params: dict, tokenizer: Tokenizer) -> list[Dra
     """Return completions of the prompts by the engine."""
     known, most = model.config.vocab_size - cell.padding, model.config.block_size
     ids = np.random.default_rng(0).integers(0, known, max(LENGTHS))
-    prompts = [ids[: min(length, most // 2)].tolist() for length in LENGTHS]
+    prompts = [ids[: min(length, most * 5 // 8)].tolist() for length in LENGTHS]
     prompts[4][-1] = 2  # all but the last token is another prompt's
     model, params = for_decoding(model, params, cell.weights)
     kept = 10**7 if cell.prefixes else 0
     engine = Engine(model, params, slots=SLOTS, vocab_size=known, cache_dtype=cell.cache, prefix_bytes=kept)
-    drawn, limit = [Drawn(prompt, [], []) for prompt in prompts], min(40, most // 2)
+    drawn, limit, reused = [Drawn(prompt, [], []) for prompt in prompts], min(40, most // 2), 0
     grammar = compile_grammar(tokenizer, regex=REGEX) if cell.grammar else None
     requests = [
         Request(prompt=prompt, key=key, max_new_tokens=limit, sampling=cell.sampling, grammar=grammar, top_logprobs=0)
@@ -146,11 +184,13 @@ def draw(cell: Cell, model: GPT, params: dict, tokenizer: Tokenizer) -> list[Dra
                 row = waiting.pop(0)
                 running[engine.submit(requests[row])] = row
             engine.finish_reading()
+            reused = max(reused, *engine.cached_tokens)
             for piece in engine.decode():
                 row = running.pop(piece.slot) if piece.finish else running[piece.slot]
                 if turn == cell.prefixes:
                     drawn[row].tokens.extend(piece.tokens)
                     drawn[row].stored.extend(piece.logprobs)
+    assert (reused > 0) == (cell.prefixes and most > max(LENGTHS)), "a short context has no full chunk to reuse"
     return drawn
 
 
@@ -171,7 +211,8 @@ def score_whole(cell: Cell, model: GPT, params: dict, batch: Batch) -> np.ndarra
         scored = jax.pmap(functools.partial(token_logprobs, model), in_axes=(None, 0))(params, parts)
         return np.asarray(scored).reshape(batch.targets_BT.shape)
     if cell.devices == "mesh":
-        parallel = ParallelConfig(strategy="mesh", fsdp=2, tensor=2)
+        tensor = 1 if model.config.vocab_size % 2 else 2
+        parallel = ParallelConfig(strategy="mesh", fsdp=DEVICES // tensor, tensor=tensor)
         trainer = make_trainer(Experiment(name="gap", model=model.config, parallel=parallel), jax.devices()[:DEVICES])
         model = trainer.model
         params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, trainer.abstract_state.params)
