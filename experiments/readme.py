@@ -12,7 +12,8 @@ GROUPS = {
     "Compare, with seeds": "study_activation study_attention_scale study_norm_position learning_rate_transfer "
     "scaling_laws induction_heads records laptop/run laptop/base laptop/entries laptop/optimizers",
     "Look inside, measure, and train on": "interpretability/inspect_run baselines bands core memorisation speculative "
-    "post/dpo post/distillation post/grpo_arithmetic post/length_hacking",
+    "post/dpo post/distillation post/grpo_arithmetic post/length_hacking "
+    "post/mismatch post/sampler_gap",
     "Tools and benchmarks": "track python_questions readme step_cost benchmarks/training benchmarks/speedrun "
     "benchmarks/compilation benchmarks/startup benchmarks/data benchmarks/sampling benchmarks/published "
     "benchmarks/serving benchmarks/structured benchmarks/interop benchmarks/interventions benchmarks/parallel "

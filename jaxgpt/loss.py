@@ -101,6 +101,11 @@ def _sum_by_name(sown: dict[str, Any]) -> dict[str, tuple[jax.Array, int]]:
     return found
 
 
+def pick_logprobs(logits_V: jax.Array, targets: jax.Array, log_sum: jax.Array) -> jax.Array:
+    """Return the log-probability of each target, in nats, as training, scores and the sampler compute it."""
+    return jnp.take_along_axis(logits_V, targets[..., None], axis=-1)[..., 0] - log_sum
+
+
 def next_token_loss(
     logits_BTV: jax.Array,
     targets_BT: jax.Array,
@@ -119,9 +124,8 @@ def next_token_loss(
         mask_BT = jnp.ones(targets_BT.shape, bool)
     targets_BT = jnp.where(mask_BT, targets_BT, 0)
     logits_BTV = logits_BTV.astype(jnp.float32)
-    picked_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1).take(0, axis=-1)
     log_sum_BT = log_sum_exp(logits_BTV)
-    nats_BT = log_sum_BT - picked_BT
+    nats_BT = -pick_logprobs(logits_BTV, targets_BT, log_sum_BT)
     if smoothing:
         nats_BT = (1.0 - smoothing) * nats_BT + smoothing * (log_sum_BT - logits_BTV.mean(axis=-1))
     return jnp.sum(nats_BT, where=mask_BT), jnp.sum(mask_BT, dtype=jnp.float32)
@@ -154,12 +158,9 @@ def chunked_next_token_loss(
     )
     how = {"smoothing": smoothing, "log_sum_exp": log_sum_exp}
     loss, gradient = (functools.partial(function, **how) for function in (next_token_loss, _logits_gradient))
-    nats = _summed_nats((functools.partial(_unembed, model), loss, gradient), head, *chunks)
+    unembed = functools.partial(model.apply, method="unembed")
+    nats = _summed_nats((unembed, loss, gradient), {"params": head}, *chunks)
     return nats, jnp.sum(mask_BT, dtype=jnp.float32)
-
-
-def _unembed(model: nn.Module, head: Any, x_BTD: jax.Array) -> jax.Array:
-    return model.apply({"params": head}, x_BTD, method="unembed")  # type: ignore[return-value]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -190,8 +191,7 @@ def _summed_nats_forward(functions, head, x_CBtD, targets_CBt, mask_CBt):
 
 def _logits_gradient(logits_BtV, targets_Bt, mask_Bt, *, smoothing, log_sum_exp):
     """Return the gradient of `next_token_loss` with respect to its logits. Autodiff would scatter -1 into zeros."""
-    V = logits_BtV.shape[-1]
-    smoothed_BtV = optax.smooth_labels(jax.nn.one_hot(targets_Bt, V), smoothing)
+    smoothed_BtV = optax.smooth_labels(jax.nn.one_hot(targets_Bt, logits_BtV.shape[-1]), smoothing)
     log_sum_Bt1 = log_sum_exp(logits_BtV)[..., None]
     return jnp.where(mask_Bt[..., None], jnp.exp(logits_BtV - log_sum_Bt1) - smoothed_BtV, 0.0)
 

@@ -14,13 +14,15 @@ Batch       Each completion with its prompt is a segment, and the mask is True w
             reference_logprobs_BT. Sums and counts are returned, so that the step divides by the number of completions,
             or of tokens, in the whole batch, however it is split.
 Metrics     "ratio", "clipped" (share of tokens whose gradient the clip removes), "entropy" (nats) and "kl" are means over
-            the same completions or tokens as the loss.
+            the same completions or tokens as the loss. So is "off_policy", 1 for a token whose log-probability is not the
+            old one to the bit. `check_ratio` ends a run where it has to be 0, as `rollouts.py` knows, and is not.
 Validation  has the loss of the next token on the data's own answers. The objective itself is no measure there: with
             advantages of mean zero it is 0 for any policy that has just drawn its completions.
 """
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +52,15 @@ def advantages(rewards_PG: np.ndarray, scale: bool) -> np.ndarray:
     if scale:
         above_PG /= rewards_PG.std(axis=1, ddof=1, keepdims=True) + LEAST_STD
     return above_PG.astype(np.float32)
+
+
+def check_ratio(line: Mapping[str, Any]) -> None:
+    """Raise `UserError` for a line of metrics whose ratios have to be exactly 1 and are not: a callback of a run."""
+    if line.get("exact", 0.0) and line["off_policy"] > 0.0:
+        raise UserError(
+            f"step {line['step']}: {line['off_policy']:.1%} of the tokens have another log-probability than when they were "
+            "drawn (off_policy), and the ratio is not 1: score them by the function, shapes and dtype of the step"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +121,7 @@ class GRPOConfig(ObjectiveConfig):
         entropy_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - jnp.sum(p_BTV * logits_BTV, axis=-1)
         is_clipped_BT = jnp.where(above_BT > 0, ratio_BT > 1.0 + self.clip_high, ratio_BT < 1.0 - self.clip_low)
         logged = {"ratio": ratio_BT, "clipped": is_clipped_BT & (above_BT != 0), "entropy": entropy_BT}
+        logged["off_policy"] = logprobs_BT != batch.extras["old_logprobs_BT"]
         if self.kl:
             d_BT = jnp.where(mask_BT, batch.extras["reference_logprobs_BT"] - logprobs_BT, 0.0)
             logged["kl"] = jnp.exp(d_BT) - d_BT - 1.0

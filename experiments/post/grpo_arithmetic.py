@@ -23,7 +23,7 @@ Verdict     28 points more than SFT from rewards alone, in two minutes. A little
 
 import dataclasses
 
-from grpo import GRPOConfig
+from grpo import GRPOConfig, check_ratio
 from rollouts import RolloutConfig
 from tasks import AccuracyConfig, ArithmeticConfig
 from updates import UpdatesConfig
@@ -66,6 +66,8 @@ variants = {
     ),
     "GRPO": experiment,
 }
+
+callbacks = [check_ratio]
 
 if __name__ == "__main__":
     jaxgpt.run_experiment(experiment)

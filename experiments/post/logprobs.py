@@ -9,10 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import linen as nn
 
-from jaxgpt import UserError
+from jaxgpt import UserError, loss
 from jaxgpt.batch import Batch
 from jaxgpt.loss import SOWN
 from jaxgpt.train import Params
@@ -33,7 +32,7 @@ def apply_model(model: nn.Module, params: Params, batch: Batch, key: jax.Array |
 def pick_logprobs(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
     """Return log p(target), float32 [B, T]. A target that does not count may be negative."""
     logits_BTV = logits_BTV.astype(jnp.float32)
-    return -optax.softmax_cross_entropy_with_integer_labels(logits_BTV, jnp.maximum(targets_BT, 0))
+    return loss.pick_logprobs(logits_BTV, jnp.maximum(targets_BT, 0), loss.log_sum_exp(logits_BTV))
 
 
 def token_logprobs(

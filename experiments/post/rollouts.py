@@ -10,8 +10,11 @@ jaxgpt's engine. A batch is a function of the parameters, the run's seed, the st
 So nothing is stored, and a resumed run, a replay and an audit draw the same tokens.
 
 Log-probs   `old_logprobs_BT` are computed by the forward pass of the objective, in pieces of the shape that the step
-            computes at once, and not taken from the engine, whose sums have another order: "sampler_gap" is the largest
-            difference. On a CPU the ratio of the step's own forward pass to them is exactly 1 in float32.
+            computes at once, and not taken from the engine, whose sums have another order. "sampler_gap" is the largest
+            difference, both by the raw logits over the whole vocabulary ("whole" in `sampler_gap.py`), since the
+            engine's log-probabilities know no temperature. On a CPU in float32, without dropout, adapters or a mesh,
+            the step's own forward pass has the bits of the old ones, and the ratio is exactly 1. "exact" is 1 where
+            that holds, and GRPO's "off_policy" is the share of tokens where the ratio is not.
 Unfinished  A completion that has not ended within max_new_tokens gets the reward 0, and `reward` is not asked.
 Metrics     "reward" and "length" (tokens, with the end) are means over completions, "finished" and "solved" the shares of
             those that ended, and of those with a reward of 1 or more. With `reference` the objective logs "kl".
@@ -58,6 +61,10 @@ class RolloutConfig(TaskConfig):
     keep: float | None = None
     reference: str | None = None  # run to stay close to, whose log-probabilities objective.kl needs. None means none
     bad_reward: Literal["stop", "zero"] = "stop"  # what a reward does that raises or is not finite
+
+    def make_sampling(self) -> Sampling:
+        """Return how completions are drawn."""
+        return Sampling(temperature=self.temperature)
 
     def __init_subclass__(cls) -> None:
         """Raise `UserError` if the task comes after this class: its fields would have `TaskConfig`'s defaults."""
@@ -151,10 +158,15 @@ class Rollouts:
         if config.keep is not None:
             return made._replace(mask_BT=made.mask_BT & (rewards_B >= config.keep)[:, None]), metrics
 
-        old_BT = self.score(trainer, model, params, made)
-        engine_BT = np.where(made.mask_BT, old_BT, 0.0)
-        engine_BT[made.mask_BT] = np.concatenate([logprobs for _, logprobs in drawn])
-        metrics["sampler_gap"] = float(np.nanmax(np.abs(engine_BT - old_BT)[made.mask_BT], initial=0.0))
+        temperature = config.temperature or 1.0
+        old_BT = whole_BT = self.score(trainer, model, params, made, temperature)
+        if temperature != 1.0:
+            whole_BT = self.score(trainer, model, params, made, 1.0)
+        by_engine = np.concatenate([logprobs for _, logprobs in drawn])  # nan for an end
+        metrics["sampler_gap"] = float(np.nanmax(np.abs(by_engine - whole_BT[made.mask_BT]), initial=0.0))
+        is_exact = model.dtype == jnp.float32 and model.config.dropout == 0.0 and jax.default_backend() == "cpu"
+        is_exact &= trainer.model.sharding is NO_SHARDING and trainer.abstract_state.frozen_params is None
+        metrics["exact"] = float(is_exact)
         above_B = advantages(rewards_B.reshape(-1, config.group), config.scale).ravel()
         extras = {
             "advantages_BT": np.where(made.mask_BT, above_B[:, None], 0.0).astype(np.float32),
@@ -162,7 +174,7 @@ class Rollouts:
         }
         if self.reference is not None:
             reference_params, reference_model = self.reference
-            extras["reference_logprobs_BT"] = self.score(trainer, reference_model, reference_params, made)
+            extras["reference_logprobs_BT"] = self.score(trainer, reference_model, reference_params, made, temperature)
         return made._replace(extras=extras), metrics
 
     def draw(
@@ -178,7 +190,7 @@ class Rollouts:
             self.engine = Engine(model, params, slots=min(len(prompts), MOST_SLOTS), vocab_size=known, max_stops=1)
         engine, config, keys = self.engine, self.config, list(split_rows(key, len(prompts)))
         engine.params = params
-        sampling = Sampling(temperature=config.temperature)
+        sampling = config.make_sampling()
         waiting, running = list(range(len(prompts)))[::-1], {}
         drawn: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
         while waiting or running:
@@ -216,14 +228,14 @@ class Rollouts:
         said = f"the reward of {short(texts[1])} after {short(texts[0])} {why}"
         raise UserError(f"{said}: repair {type(self.config).__name__}.reward, or give --data.bad-reward zero")
 
-    def score(self, trainer: Trainer, model: Any, params: dict, batch: Batch) -> np.ndarray:
+    def score(self, trainer: Trainer, model: Any, params: dict, batch: Batch, temperature: float) -> np.ndarray:
         """Return log p(target) [B, T], of as many rows at once, and of the same ones, as a device takes in the step."""
         parts, turns = trainer.strategy.data_parallel_size, trainer.split.grad_accum_steps
         logprobs_BT = np.zeros(batch.inputs_BT.shape, np.float32)
         rows = np.arange(len(logprobs_BT)).reshape(parts, -1, turns).swapaxes(1, 2)
         for at in rows.reshape(parts * turns, -1):
             micro = jax.tree.map(lambda x, at=at: x[at], batch)
-            logprobs_BT[at] = compute_logprobs(model, params, micro, self.config.temperature or 1.0)
+            logprobs_BT[at] = compute_logprobs(model, params, micro, temperature)
         return logprobs_BT
 
 

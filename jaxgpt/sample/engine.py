@@ -61,8 +61,7 @@ class Piece(NamedTuple):
 
     slot: int  # number of the request's slot
     tokens: list[int]  # ids
-    # log-probability of each token, in nats, before temperature and filters. Empty unless requested
-    logprobs: list[float]
+    logprobs: list[float]  # nats, of the raw logits over the whole vocabulary. Empty unless requested
     top: list[list[tuple[int, float]]]  # the most probable (id, logprob) in each token's place, best first
     finish: str | None  # "stop" if a stop token was drawn, "length" if no token is left, None if unfinished
 

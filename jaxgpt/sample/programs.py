@@ -24,6 +24,7 @@ from jaxgpt.config.validate import LARGEST_SIZE, short
 from jaxgpt.errors import UserError
 from jaxgpt.layers.gpu import with_gpu_forms
 from jaxgpt.layers.kernels.cached import LayerCache, put_tokens
+from jaxgpt.loss import log_sum_exp, pick_logprobs
 from jaxgpt.model import GPT, GPTConfig
 from jaxgpt.sample import Precision, Sampling
 from jaxgpt.sample.filters import SamplingRows, draw
@@ -362,7 +363,8 @@ def decode(
         # A slot without a request reads a token at position 0, which nothing reads.
         positions_B = jnp.where(active_B, rows.position_B, 0)
         x_B1D, cache = read(model, params, state.cache, rows.token_B[:, None], positions_B[:, None])
-        logits_BV = apply_model(model, params, x_B1D, method="unembed")[:, 0, :V]
+        logits_BU = apply_model(model, params, x_B1D, method="unembed")[:, 0]  # U ids, of which V may be drawn
+        logits_BV = logits_BU[:, :V]
         keys_B = jax.vmap(jax.random.fold_in)(rows.keys_B, rows.drawn_B)
         token_B = rows.sampling.draw(jnp.where(may_be_BV, logits_BV, -jnp.inf), keys_B, rows.seen_BV)
         stopped_B = active_B & (token_B[:, None] == rows.stops_BE).any(axis=1)
@@ -370,9 +372,9 @@ def decode(
         seen_BV = rows.seen_BV.at[jnp.arange(B), marked_B].add(2, mode="drop")
 
         def compute_top() -> tuple[jax.Array, ...]:
-            logprob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
-            best_BA, ids_BA = jax.lax.top_k(logprob_BV, A)
-            return jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)[:, 0], ids_BA, best_BA
+            log_sum_B = log_sum_exp(logits_BU)
+            best_BA, ids_BA = jax.lax.top_k(logits_BV, A)
+            return pick_logprobs(logits_BV, token_B, log_sum_B), ids_BA, best_BA - log_sum_B[:, None]
 
         has_top = (active_B & (rows.top_B >= 0)).any()
         top = jax.lax.cond(has_top, compute_top, lambda: tuple(jnp.zeros_like(x[:, 0]) for x in drawn_so_far[1:]))

@@ -16,6 +16,7 @@ from jaxgpt.config.validate import check_count, short, short_repr
 from jaxgpt.data.pipeline import find_window_starts
 from jaxgpt.data.tokenizer import Tokenizer, find_start_token
 from jaxgpt.errors import UserError
+from jaxgpt.loss import log_sum_exp, pick_logprobs
 from jaxgpt.model import GPT
 from jaxgpt.sample.programs import check_ids, known_ids, next_bucket
 from jaxgpt.sample.quantize import apply_model, check_model_type
@@ -164,13 +165,12 @@ def _score_windows(
     for at in range(0, len(windows), batch_size):
         batch = windows[at : at + batch_size]
         T = min(block_size, next_bucket(64, batch[-1][0]))  # few widths, few compilations
-        inputs_BT, targets_BT, wanted_BT = np.zeros((3, batch_size, T), np.int32)
+        arrays = inputs_BT, targets_BT, wanted_BT = np.zeros((3, batch_size, T), np.int32)
         for row, (length, _, start, new, ids) in enumerate(batch):
             tokens = ids[start : start + length + 1]
             inputs_BT[row, :length], targets_BT[row, :length] = tokens[:-1], tokens[1:]
             wanted_BT[row, new - start : length] = 1
-        scores = _logprobs(model, params, inputs_BT, targets_BT, wanted_BT.astype(bool), top, vocab_size)
-        scores = jax.device_get(scores)
+        scores = jax.device_get(_logprobs(model, params, *arrays, top, vocab_size))
         for row, (length, number, start, new, _) in enumerate(batch):
             for result, score_BT in zip(results[number], scores, strict=True):
                 result[new + 1 : start + length + 1] = score_BT[row, new - start : length]
@@ -194,11 +194,10 @@ def _logprobs(model, params, inputs_BT, targets_BT, wanted_BT, top=0, vocab_size
         at_R = jax.lax.dynamic_slice_in_dim(wanted, number * R, R)
         targets_R = targets_M.at[at_R].get(mode="clip")
         logits_RV = apply_model(model, params, x_MD.at[at_R].get(mode="clip")[None], method="unembed")[0]
-        chosen_R = jnp.take_along_axis(logits_RV, targets_R[:, None], axis=1)[:, 0]
-        total_R = jax.nn.logsumexp(logits_RV, axis=1)
+        log_sum_R = log_sum_exp(logits_RV)
         best_RK, ids_RK = jax.lax.top_k(logits_RV[:, :vocab_size], top)
         is_greedy_R = logits_RV.argmax(axis=1) == targets_R
-        found = chosen_R - total_R, is_greedy_R, ids_RK, best_RK - total_R[:, None]
+        found = pick_logprobs(logits_RV, targets_R, log_sum_R), is_greedy_R, ids_RK, best_RK - log_sum_R[:, None]
         return tuple(x.at[at_R].set(new, mode="drop") for x, new in zip(results, found, strict=True))
 
     best = jnp.zeros((M, top), jnp.int32), jnp.zeros((M, top), jnp.float32)

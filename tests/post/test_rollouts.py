@@ -1,7 +1,9 @@
 """experiments/post: rows that the model writes itself are a function of the run alone, and scored as the step scores them."""
 
+import contextlib
 import dataclasses
 import shutil
+import sys
 
 import jax
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 import jaxgpt
 from jaxgpt.cli.experiment_file import load_experiment
+from jaxgpt.errors import UserError
 from jaxgpt.lora import LoraConfig
 from jaxgpt.tools.replay import audit, replay
 from jaxgpt.training import fit, open_training
@@ -16,15 +19,14 @@ from tests.conftest import REPOSITORY
 from tests.helpers import check_command, import_pages, logged, replace_fields, run_command
 
 POST = REPOSITORY / "experiments" / "post"
-(tasks,) = import_pages("post", "tasks")
+grpo, gaps, tasks = import_pages("post", "grpo", "sampler_gap", "tasks")
 
 # A user's file, beside those of the folder. Its reward, or its callback, ends the process where KILL says.
 OWN = """
 import dataclasses, os, signal
 
-from grpo import GRPOConfig
+from grpo_arithmetic import PolicyConfig
 from rollouts import RolloutConfig
-from tasks import AccuracyConfig
 
 from jaxgpt import Experiment, GPTConfig, OptimConfig, TrainConfig
 
@@ -52,21 +54,11 @@ class Rollouts(RolloutConfig):
         return completion.count(prompt[0]) / (1 + len(completion))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Policy(AccuracyConfig, GRPOConfig):
-    def sum_loss(self, logits_BTV, batch):
-        total, count, metrics = super().sum_loss(logits_BTV, batch)
-        from logprobs import pick_logprobs
-
-        differs_BT = pick_logprobs(logits_BTV, batch.targets_BT) != batch.extras["old_logprobs_BT"]
-        return total, count, metrics | {"unequal": (differs_BT & batch.mask_BT).sum()}
-
-
 experiment = Experiment(
     name="own",
     model=GPTConfig(block_size=12, n_layer=2, n_head=2, n_embd=8, position="rope"),
     data=Rollouts(group=4, max_new_tokens=5, val_prompts=8),
-    objective=Policy(),
+    objective=PolicyConfig(),
     optim=OptimConfig(learning_rate=1e-2, warmup_steps=1),
     train=TrainConfig(steps=6, batch_size=8, log_every=1, eval_every=3, checkpoint_every=2, sample_tokens=0),
 )
@@ -97,14 +89,38 @@ def experiment(lab):
 
 
 @pytest.mark.slow
-def test_rollouts_score_as_the_step_does(experiment, tmp_path):
+@pytest.mark.parametrize(("off", "micro"), [(False, None), (False, 4), (True, None)])
+def test_the_first_ratio_is_exactly_1_or_the_run_ends(off, micro, experiment, tmp_path, monkeypatch):
     """Every log-probability of the step's forward pass has the bits of the rollout's, also in micro-batches."""
-    for micro in (None, 4):
-        small = replace_fields(experiment, train={"steps": 6}, parallel={"micro_batch_size": micro})
-        training = open_training(small, tmp_path / "r", None)
-        for step, _, metrics in training.take_steps(training.restore_or_init(0), 0, 5):
-            assert float(metrics["unequal"]) == 0.0 and float(metrics["ratio"]) == 1.0, step
-            assert metrics["sampler_gap"] < 1e-5  # the engine adds in another order
+    if off:  # by the smallest step of float32
+        made = sys.modules[type(experiment.data).__base__.__module__].Rollouts
+        score = made.score
+        monkeypatch.setattr(made, "score", lambda *args: np.nextafter(score(*args), 0.0))
+    chosen = replace_fields(experiment, parallel={"micro_batch_size": micro})
+    with pytest.raises(UserError, match="off_policy") if off else contextlib.nullcontext():
+        fit(chosen, tmp_path / "r", progress=False, setup=False, callbacks=[grpo.check_ratio])
+    assert max(line.get("sampler_gap", 0.0) for line in logged(tmp_path / "r")) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """A model with its parameters and tokenizer, and what the first cell draws."""
+    pytest.importorskip("llguidance")
+    model = gaps.open_model(None)
+    return model, gaps.measure(gaps.Cell(), *model)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", gaps.CELLS)
+def test_the_engine_stores_the_trainers_log_probability(name, tiny):
+    """It is "whole", whatever the filters are: only where none changes anything is it "truncated" too."""
+    cell, (model, first) = gaps.CELLS[name], tiny
+    assert gaps.find_fault(cell, *gaps.measure(cell, *model), first) == ""
+
+
+@pytest.mark.slow
+def test_so_it_is_on_several_devices():
+    check_command("sampler_gap.py", "--only", "devices", cwd=POST)
 
 
 @pytest.fixture(scope="module")
@@ -147,13 +163,10 @@ def test_rejection_sampling_learns_from_good_completions_only(experiment, tmp_pa
     batch, alone = training.whole_batch(2, state), training.whole_batch(2)
     assert batch.extras is None and 0 < batch.mask_BT.any(axis=1).sum() < 8
     tokenizer = training.dataset.tokenizer
-    for inputs, targets, mask, prompt in zip(
-        batch.inputs_BT, batch.targets_BT, batch.mask_BT, alone.inputs_BT, strict=True
-    ):
-        if mask.any():
-            text = tokenizer.decode(targets[mask])
-            assert text.endswith("\n") and sft.data.reward(tokenizer.decode(inputs[:7]), text[:-1]) >= 0.25
-        np.testing.assert_array_equal(inputs[:7], prompt[:7])
+    np.testing.assert_array_equal(batch.inputs_BT[:, :7], alone.inputs_BT[:, :7])
+    for inputs, targets, mask in zip(*batch[:3], strict=True):
+        if text := tokenizer.decode(targets[mask]):
+            assert text[-1] == "\n" and sft.data.reward(tokenizer.decode(inputs[:7]), text[:-1]) >= 0.25
 
 
 @pytest.mark.slow
