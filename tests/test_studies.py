@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -123,6 +124,47 @@ model = GPTConfig(block_size=8, n_layer=1, n_head=2, n_embd=8)
 experiment = Experiment(name="a", model=model, train=TrainConfig(batch_size=4))
 faster = dataclasses.replace(experiment, optim=OptimConfig(learning_rate=0.02))
 """
+
+
+def test_nights_without_a_better_edit_accept_none_in_95_of_100():
+    """Wherever an edit is stopped, of 2 pairs to 16, and whatever the deviation. What is accepted costs no level."""
+    night, rng = script("autoresearch/night"), np.random.default_rng(0)
+    losses = rng.normal(-night.LEAST, np.geomspace(1e-3, 1, 22)[:, None], (4000, 22, night.PAIRS))
+    nights = (night.weigh(losses) >= 22 / night.ERROR).any((1, 2))
+    assert 0.01 < nights.mean() <= night.ERROR
+    history = [{"level": 0.01, "verdict": night.ACCEPTED}, {"level": 0.02, "verdict": night.GIVEN_UP}]
+    assert night.level_of(history, 5) == pytest.approx(0.03 / 3)
+
+
+def test_a_night_that_is_killed_goes_on_and_keeps_what_can_be_repeated(tmp_path, text_file, monkeypatch):
+    night, trained = script("autoresearch/night"), []
+    (tmp_path / "tiny.py").write_text(EXPERIMENTS)
+    edits = ["'train.seed': 1", *(f"'optim.learning_rate': {rate}" for rate in (0.03, 1e-5, 0.3))]
+
+    def train_grid(grid, *_):
+        if len(trained) == 4:
+            trained.append("killed")
+            raise KeyboardInterrupt
+        trained.extend(place for _, _, place in grid)
+        rates = [experiment.optim.learning_rate for _, experiment, _ in grid]
+        return [Curve(tokens=[1], losses=[-np.log(rate) + 0.1 * np.sin(len(trained) * rate)]) for rate in rates]
+
+    def propose(place, number):
+        change = f"experiment = replace_fields(experiment, {{{edits[number - 1]}}})"
+        lines = [(place / "base.py").read_text(), "from jaxgpt.config.words import replace_fields", change]
+        (place / "candidate.py").write_text("\n".join(lines))
+
+    def go_on():
+        return night.Night(tmp_path, tmp_path / "tiny.py", {"train.steps": 4}, proposals=4).go_on(propose, print)
+
+    monkeypatch.setattr(night, "train_grid", train_grid)
+    monkeypatch.setattr(night, "audit", lambda run: SimpleNamespace(findings=["no"] * (run.parent.name == "004")))
+    with pytest.raises(KeyboardInterrupt):
+        go_on()
+    found = go_on()
+    assert [line["verdict"] for line in found] == [night.REFUSED, night.ACCEPTED, night.GIVEN_UP, night.GIVEN_UP]
+    assert len({*trained}) == 1 + 2 * sum(len(line["losses"]) for line in found)
+    assert found[3]["why"] == "not repeated: no"
 
 
 @pytest.mark.slow

@@ -27,7 +27,6 @@ Verdict     none yet.
 import argparse
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import night

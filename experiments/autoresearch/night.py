@@ -4,24 +4,13 @@ Question    "Keep the edit if its loss is lower" keeps seeds. How often does a n
             gains does it miss, if each edit is trained beside its base until an always-valid test has an answer?
 Reference   github.com/karpathy/autoresearch: a change of the seed was kept (issues 466, 131 and 278), and a floor of noise
             was proposed, twice the difference of two runs of the base (pull request 560). The test is Lai 1976, Annals of
-            Statistics 4, 265-280, with the normal prior of Wang and Ramdas 2024, arXiv:2310.03722, here
-            on one side; see also Perez-Ortiz et al. 2024, arXiv:2208.07610. Errors are shared as in Tian and Ramdas 2021, arXiv:1910.04900.
-Test        x is a difference of losses, edit minus base with the same seed, plus LEAST. If x is normal with mean 0 and any
-            deviation, then T_n = sum x / sqrt(sum x^2) has a distribution without unknowns, and so has the likelihood ratio
-            of T_1 ... T_n when the mean is -|z| SPREAD deviations, z normal, against 0. That is a martingale of mean 1, which
-            exceeds 1 / level at any time with probability at most `level` (Ville 1939). It falls as T rises, and T rises if
-            the same number is added to all x. So a mean above 0 only makes it smaller: no better, and worse, are covered.
-            Giving up early makes acceptance rarer and cannot hurt.
-Night       An edit is tested at what is left of 5%, divided by the number of proposals still to come. What is given up has
-            spent its level, and what is accepted gets it back. Until the first false acceptance all levels of edits that are
-            no better are spent, and none is more than what is left, so that they sum to at most 5%. Each proposal has new
-            seeds, for its base too: otherwise a proposer could learn from the history which seeds flatter its edits.
+            Statistics 4, 265-280, with the normal prior of Wang and Ramdas 2024, arXiv:2310.03722, here on one side; see also
+            Perez-Ortiz et al. 2024, arXiv:2208.07610. Errors are shared as in Tian and Ramdas 2021, arXiv:1910.04900.
+Test        `weigh`; `program.md` says why looking after each pair is allowed, and how 5% are shared by all edits of a night.
 Command     python experiments/autoresearch/night.py NIGHT --text shakespeare.txt --proposer "COMMAND"
-            Or, with the built-in mutator of fields in the proposer's place: --over optim.beta2=0.9..0.99 --over ...
+            For COMMAND see `program.md`; "python experiments/autoresearch/mutator.py optim.beta2=0.9..0.99" is one.
             --on local:2 or --on ray trains both runs of a pair at once. The same command resumes.
-Expected    see `measure.py`.
-Result      see `measure.py`.
-Verdict     see `measure.py`.
+Expected    see `measure.py`, as for the result and the verdict.
 """
 
 import argparse
@@ -43,12 +32,11 @@ from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.config.serialize import differences
 from jaxgpt.config.words import replace_fields
 from jaxgpt.errors import first_line
-from jaxgpt.files import Json, Say
+from jaxgpt.files import Json, Say, write_whole
 from jaxgpt.runs.code import own_code
 from jaxgpt.tools.executor import Executor, Workers, open_executor
 from jaxgpt.tools.grid import train_grid
 from jaxgpt.tools.replay import audit
-from jaxgpt.tools.sweep import parse_axes
 
 HERE = Path(__file__).resolve().parent
 ERROR = 0.05  # the probability that a night accepts any edit that is no better is at most this
@@ -73,12 +61,12 @@ def weigh(losses: np.ndarray) -> np.ndarray:
     return 2 * both_sides * stdtr(n, -t * np.sqrt(n / (precision - t**2)))
 
 
-def decide(losses: list[float], level: float, pairs: int = PAIRS) -> str | None:
+def decide(losses: list[float], level: float) -> str | None:
     """Return the verdict on an edit after the pairs that it has, None if it needs another."""
     evidence = weigh(np.array(losses))[-1]
     if evidence >= 1 / level:
         return ACCEPTED
-    return GIVEN_UP if len(losses) == pairs or (len(losses) > 1 and evidence < 1) else None
+    return GIVEN_UP if len(losses) == PAIRS or (len(losses) > 1 and evidence < 1) else None
 
 
 def level_of(history: list[Json], proposals: int) -> float:
@@ -99,11 +87,9 @@ def why_refused(base: Experiment, edit: Experiment) -> str:
 class Night:
     """A night in a folder: what is decided is in its history, and what is trained is not trained again."""
 
-    def __init__(
-        self, place: Path, base: Path, values: Json, *, proposals: int, pairs: int = PAIRS, seed: int = 0
-    ) -> None:
+    def __init__(self, place: Path, base: Path, values: Json, *, proposals: int, seed: int = 0) -> None:
         """Open or begin a night. values: the fields of base and edits that the night sets. seed: another for each night."""
-        self.place, self.values, self.proposals, self.pairs, self.seed = place, values, proposals, pairs, seed
+        self.place, self.values, self.proposals, self.seed = place, values, proposals, seed
         if not self.edit(0).exists():
             self.edit(0).parent.mkdir(parents=True)
             shutil.copy(base, self.edit(0))
@@ -115,18 +101,15 @@ class Night:
         """Return the file of a proposal. 0 is the base at the beginning."""
         return self.place / f"edits/{number:03d}/edit.py"
 
-    def base(self) -> Path:
-        """Return the file of the last accepted edit."""
-        return self.edit(max((line["proposal"] for line in self.history if line["verdict"] == ACCEPTED), default=0))
-
     def load(self, file: Path) -> Experiment:
         """Return the experiment of a file, with the fields that the night sets."""
         return replace_fields(load_experiment(str(file)), self.values)
 
-    def go_on(self, propose: Callable[[Path, int], None], say: Say, executor: Executor | None = None) -> list[Json]:
+    def go_on(self, propose: Callable[[Path, int], object], say: Say, executor: Executor | None = None) -> list[Json]:
         """Test all proposals that are left, and return the history. propose: writes candidate.py into a folder."""
         while (number := len(self.history) + 1) <= self.proposals:
-            written, base = self.place / "candidate.py", self.base()
+            accepted = [line["proposal"] for line in self.history if line["verdict"] == ACCEPTED]
+            written, base = self.place / "candidate.py", self.edit(max(accepted, default=0))
             if not self.edit(number).exists():
                 written.unlink(missing_ok=True)
                 shutil.copy(base, self.place / "base.py")
@@ -135,9 +118,8 @@ class Night:
                     self.edit(number).parent.mkdir(exist_ok=True)
                     written.replace(self.edit(number))
             line = {"proposal": number, "level": 0.0, "losses": []} | self.test(number, base, executor, say)
-            with (self.place / "history.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
             self.history.append(line)
+            write_whole(self.place / "history.jsonl", "".join(json.dumps(each) + "\n" for each in self.history))
             if line["verdict"] != ACCEPTED:
                 shutil.rmtree(self.place / f"runs/{number:03d}", ignore_errors=True)
             say(f"proposal {number}: {line['verdict']}, {line['why']} ({len(line['losses'])} pairs)")
@@ -155,15 +137,12 @@ class Night:
         texts = [file.read_text().splitlines() for file in (base, self.edit(number))]
         changed = [x for x in difflib.unified_diff(*texts, n=0, lineterm="") if x[:2] not in ("--", "++", "@@")]
         tested = {"level": level_of(self.history, self.proposals), "changed": changed, "losses": []}
-        while True:
+        verdict = None
+        while verdict is None:
             seed = (self.seed * 1000 + number) * 100 + len(tested["losses"])
             grid = [
-                (
-                    f"{name} {number}, seed {seed}",
-                    replace_fields(experiment, {"train.seed": seed}),
-                    self.run(number, seed, name),
-                )
-                for name, experiment in (("base", old), ("edit", new))
+                (f"{name} {number}, seed {seed}", replace_fields(experiment, {"train.seed": seed}), place)
+                for name, experiment, place in zip(("base", "edit"), (old, new), self.runs(number, seed), strict=True)
             ]
             ours, its = train_grid(grid, say, executor)
             if not ours.losses:
@@ -171,39 +150,20 @@ class Night:
             if not its.losses:
                 return tested | {"verdict": GIVEN_UP, "why": f"seed {seed}: {its.failure}"}
             tested["losses"].append(its.losses[-1] - ours.losses[-1])
-            verdict = decide(tested["losses"], tested["level"], self.pairs)
-            if verdict is not None:
-                break
+            verdict = decide(tested["losses"], tested["level"])
         evidence, gain = weigh(np.array(tested["losses"]))[-1], float(np.mean(tested["losses"]))
         why = f"{gain:+.4f}, evidence {evidence:.3g} of {1 / tested['level']:.0f}"
         if verdict == ACCEPTED:
-            found = self.audit(number, seed - len(tested["losses"]) + 1 + int(np.argmin(tested["losses"])), executor)
-            verdict, why = (GIVEN_UP, f"{why}, not repeated: {found[0]}") if found else (verdict, why)
+            best = seed - len(tested["losses"]) + 1 + int(np.argmin(tested["losses"]))
+            runs = self.runs(number, best)
+            audits = map(audit, runs) if executor is None else [executor.submit(audit, run).result() for run in runs]
+            for finding in (finding for each in audits for finding in each.findings):
+                verdict, why = GIVEN_UP, f"not repeated: {finding}"
         return tested | {"verdict": verdict, "why": why}
 
-    def run(self, number: int, seed: int, name: str) -> Path:
-        """Return the directory of a run."""
-        return self.place / f"runs/{number:03d}/{seed}-{name}"
-
-    def audit(self, number: int, seed: int, executor: Executor | None) -> list[str]:
-        """Return what differs when random steps of a pair are taken again."""
-        runs = [self.run(number, seed, name) for name in ("base", "edit")]
-        audited = map(audit, runs) if executor is None else [executor.submit(audit, run).result() for run in runs]
-        return [finding for each in audited for finding in each.findings]
-
-
-def mutator(over: list[str], experiment: Experiment, seed: int) -> Callable[[Path, int], None]:
-    """Return a proposer that sets one of the fields at random. over: see `jaxgpt sweep`."""
-    axes = parse_axes(over, experiment)
-
-    def propose(place: Path, number: int) -> None:
-        rng = np.random.default_rng([seed, number])
-        axis, share = axes[rng.integers(len(axes))], rng.random()
-        change = f"experiment = replace_fields(experiment, {{{axis.field!r}: {axis.at(share)!r}}})\n"
-        text = (place / "base.py").read_text().rstrip("\n")
-        (place / "candidate.py").write_text(f"{text}\n\nfrom jaxgpt.config.words import replace_fields\n{change}")
-
-    return propose
+    def runs(self, number: int, seed: int) -> list[Path]:
+        """Return the directories of a pair, base and edit."""
+        return [self.place / f"runs/{number:03d}/{seed}-{name}" for name in ("base", "edit")]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -213,26 +173,22 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--base", type=Path, default=HERE.parent / "laptop/base.py", help="where the night begins")
     parser.add_argument("--text", help="file of the text, by default the base's data")
     parser.add_argument("--steps", type=int, help="steps of each run, by default the base's")
-    parser.add_argument("--proposer", help="command that writes candidate.py in the folder of the night")
-    parser.add_argument("--over", action="append", default=[], help="field that the built-in mutator sets")
+    parser.add_argument("--proposer", required=True, help="command that writes candidate.py in the folder of the night")
     parser.add_argument("--proposals", type=int, default=22)
-    parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--seed", type=int, default=0, help="another one for each night")
     parser.add_argument("--on", help="local:2 or ray, as for `jaxgpt study`. None means this process")
     options = parser.parse_args(argv)
-    values = {"train.steps": options.steps, "data.path": options.text and str(Path(options.text).resolve())}
-    values = {field: value for field, value in values.items() if value} | {"train.sample_tokens": 0}
+    values = {"train.sample_tokens": 0}
+    if options.steps:
+        values["train.steps"] = options.steps
+    if options.text:
+        values["data.path"] = str(Path(options.text).resolve())
+    command = [str(Path(word).resolve()) if Path(word).is_file() else word for word in shlex.split(options.proposer)]
     jaxgpt.configure_jax()
-    sizes = {"proposals": options.proposals, "pairs": options.pairs, "seed": options.seed}
     options.night.mkdir(parents=True, exist_ok=True)
     with FileLock(options.night / "lock", timeout=0), open_executor(Workers(on=options.on), options.night) as executor:
-        night = Night(options.night, options.base, values, **sizes)
-        if options.proposer:
-            command = shlex.split(options.proposer)
-            propose = lambda place, number: subprocess.run(command, cwd=place, check=True) and None  # noqa: E731
-        else:
-            propose = mutator(options.over, night.load(night.edit(0)), options.seed)
-        night.go_on(propose, lambda text: print(text, flush=True), executor)
+        night = Night(options.night, options.base, values, proposals=options.proposals, seed=options.seed)
+        night.go_on(lambda place, number: subprocess.run(command, cwd=place, check=True), print, executor)
 
 
 if __name__ == "__main__":
