@@ -183,7 +183,7 @@ def main(argv: list[str] | None = None) -> None:
         values["train.steps"] = options.steps
     if options.text:
         values["data.path"] = str(Path(options.text).resolve())
-    command = [str(Path(word).resolve()) if Path(word).is_file() else word for word in shlex.split(options.proposer)]
+    command = [str(Path(word).absolute()) if Path(word).is_file() else word for word in shlex.split(options.proposer)]
     jaxgpt.configure_jax()
     options.night.mkdir(parents=True, exist_ok=True)
     with FileLock(options.night / "lock", timeout=0), open_executor(Workers(on=options.on), options.night) as executor:
