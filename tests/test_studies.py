@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -127,45 +128,40 @@ faster = dataclasses.replace(experiment, optim=OptimConfig(learning_rate=0.02))
 
 
 def test_nights_without_a_better_edit_accept_none_in_95_of_100():
-    """Wherever an edit is stopped, of 2 pairs to 16, and whatever the deviation. What is accepted costs no level."""
-    night, rng = script("autoresearch/night"), np.random.default_rng(0)
-    losses = rng.normal(-night.LEAST, np.geomspace(1e-3, 1, 22)[:, None], (4000, 22, night.PAIRS))
-    evidence = night.weigh(losses)
+    """Wherever an edit is stopped, and whatever the deviation. What is accepted costs no level."""
+    night = script("autoresearch/night")
+    scales = np.geomspace(1e-3, 1, 22)[:, None]
+    evidence = night.weigh(np.random.default_rng(0).normal(-night.LEAST, scales, (4000, 22, night.PAIRS)))
     assert evidence[..., :2].mean((0, 1)) == pytest.approx(1.0, abs=0.02)  # a martingale's
     assert 0.01 < (evidence >= 22 / night.ERROR).any((1, 2)).mean() <= night.ERROR
     history = [{"level": 0.01, "verdict": night.ACCEPTED}, {"level": 0.02, "verdict": night.GIVEN_UP}]
     assert night.level_of(history, 5) == pytest.approx(0.03 / 3)
 
 
-def test_a_night_that_is_killed_goes_on_and_keeps_what_can_be_repeated(tmp_path, text_file, monkeypatch):
-    night, trained = script("autoresearch/night"), []
+def test_a_night_that_is_killed_goes_on_and_keeps_what_can_be_repeated(tmp_path, monkeypatch):
+    night, edits = script("autoresearch/night"), ["train=TrainConfig(seed=1)"]
+    edits += [f"optim=OptimConfig(learning_rate={rate})" for rate in (0.1, 0.2, 0.3)]
     (tmp_path / "tiny.py").write_text(EXPERIMENTS)
-    edits = ["'train.seed': 1", *(f"'optim.learning_rate': {rate}" for rate in (0.03, 0.01, 0.3))]
-
-    def train_grid(grid, *_):
-        if len(trained) == 4:
-            trained.append("killed")
-            raise KeyboardInterrupt
-        trained.extend(place for _, _, place in grid)
-        rates = [experiment.optim.learning_rate for _, experiment, _ in grid]
-        return [Curve(tokens=[1], losses=[-np.log(rate) + 0.1 * np.sin(len(trained) * rate)]) for rate in rates]
-
-    def propose(place, number):
-        change = f"experiment = replace_fields(experiment, {{{edits.pop(0)}}})"
-        lines = [(place / "base.py").read_text(), "from jaxgpt.config.words import replace_fields", change]
-        (place / "candidate.py").write_text("\n".join(lines))
-
-    def go_on():
-        return night.Night(tmp_path, tmp_path / "tiny.py", {"train.steps": 4}, proposals=4).go_on(propose, print)
-
+    same, good, bad = (Curve(losses=[loss]) for loss in (2.0, 1.0, 3.0))
+    pairs = [(same, good)] * 4 + [(same, bad)] * 2 + [(same, good)] * 4
+    train_grid = mock.Mock(side_effect=[(same, good), KeyboardInterrupt, *pairs])
     monkeypatch.setattr(night, "train_grid", train_grid)
     monkeypatch.setattr(night, "audit", lambda run: SimpleNamespace(findings=["no"] * (run.parent.name == "004")))
+
+    def propose(place, number):
+        edit = f"\nexperiment = dataclasses.replace(experiment, {edits.pop(0)})"
+        (place / "candidate.py").write_text((place / "base.py").read_text() + edit)
+
+    def go_on():
+        return night.Night(tmp_path, tmp_path / "tiny.py", {}, proposals=4).go_on(propose, print)
+
     with pytest.raises(KeyboardInterrupt):
         go_on()
-    found = go_on()
-    assert [line["verdict"] for line in found] == [night.REFUSED, night.ACCEPTED, night.GIVEN_UP, night.GIVEN_UP]
-    assert len({*trained}) == 1 + 2 * sum(len(line["losses"]) for line in found)
-    assert found[3]["why"] == "not repeated: no"
+    found = [line["verdict"] for line in go_on()]
+    assert found == [night.REFUSED, night.ACCEPTED, night.GIVEN_UP, night.GIVEN_UP]
+    grids = [call.args[0] for call in train_grid.call_args_list]
+    assert len({place for grid in grids for _, _, place in grid}) == 2 * len(pairs)
+    assert grids[-1][0][1].optim.learning_rate == 0.1  # the base, since it was accepted
 
 
 @pytest.mark.slow

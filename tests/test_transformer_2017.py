@@ -119,16 +119,12 @@ def search(model, params, sources, **how):
     return beams.beam_search(*for_decoding(model, params), sources, **how)
 
 
-def with_opinions(config, seed):
-    model, params = make_model(config, seed=seed)
-    return model, jax.tree.map(lambda x: x if x.ndim < 2 else 4 * x, params)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.6, 0.0])
 def test_a_wide_search_finds_the_best_of_all_targets(alpha):
     """Every target of up to block_size tokens, scored by the whole model."""
-    model, params = with_opinions(dataclasses.replace(CONFIG, vocab_size=5, block_size=3), 3)
+    model, params = make_model(dataclasses.replace(CONFIG, vocab_size=5, block_size=3), seed=3)
+    params = jax.tree.map(lambda x: x if x.ndim < 2 else 4 * x, params)
     source, others = [1, 2, 0], [token for token in range(5) if token != END]
     scored = []
     for length in (1, 2, 3):
