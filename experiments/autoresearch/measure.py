@@ -24,8 +24,12 @@ Expected    Written before the first draw from the records; the number of pairs 
             85%, 35% to 60% and 15% to 35%; averaged 90% and more, 60% to 90% and 25% to 50%; the floor 45% to 80%, 15% to 45%
             and 5% to 20%. A night takes 120 to 180 runs, which is 5 to 8 for each proposal.
             Real nights: none of the null edits is kept, and both planted edits of 0.03 or more are.
-Result      not run yet.
-Verdict     none yet.
+Result      20,000 nights. Without true edits, nights that keep one are 94.75%, 95.34%, 46.73%, 48.27% (floor of means), 5.16%
+            (fixed) and 1.00% (the night). With two, true gains of 0.02 and more, 0.01 to 0.02 and below 0.01 are kept by greedy in
+            87.7%, 48.6% and 24.7%; averaged 100.0%, 96.8% and 48.8%; the floor 53.0%, 16.9% and 7.1%; the floor of means 94.2%,
+            64.9% and 18.1%; fixed 16.8%, 3.0% and 1.3%; the night 98.5%, 66.7% and 10.8%, with 130.8 runs. 2026-11-29.
+Verdict     The night keeps the bound, with the power of a noise floor of six runs, of which half of the nights are wrong. More
+            in ../../docs/findings/autoresearch.md.
 """
 
 import argparse
