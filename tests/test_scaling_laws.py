@@ -62,11 +62,6 @@ def small_and_fast(monkeypatch):
 make_size = functools.cache(tool.make_size)
 
 
-def size_of(experiment):
-    vocab_size = experiment.data.open_dataset(experiment.model).tokenizer.vocab_size
-    return lambda n_head: make_size(experiment, n_head, vocab_size)
-
-
 class Machine:
     """Trains nothing: writes the losses of a known law, at a known speed."""
 
@@ -150,10 +145,10 @@ def test_a_prediction_is_made_once(experiment, tmp_path):
 
 
 def test_more_minutes_give_a_larger_ladder_that_fits_and_then_more_seeds(experiment):
-    tokens = len(experiment.data.open_dataset(experiment.model).train)
+    dataset = experiment.data.open_dataset(experiment.model)
+    size_of, tokens = lambda n_head: make_size(experiment, n_head, dataset.tokenizer.vocab_size), len(dataset.train)
     plans = {
-        minutes: make_plan(1, size_of(experiment), Machine().measure, minutes=minutes, data_tokens=tokens)
-        for minutes in (4, 7, 20)
+        minutes: make_plan(1, size_of, Machine().measure, minutes=minutes, data_tokens=tokens) for minutes in (4, 7, 20)
     }
     for minutes, plan in plans.items():
         assert sum(rung.seconds for rung in plan.rungs) + plan.test_seconds <= 60 * minutes

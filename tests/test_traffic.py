@@ -13,11 +13,10 @@ def compiled(f, *shapes):
     return jax.jit(f).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).compile()
 
 
-def convolve(x, w):
-    return jax.lax.conv_general_dilated(x, w, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"))
-
-
 def test_flops_of_a_convolution():
+    def convolve(x, w):
+        return jax.lax.conv_general_dilated(x, w, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"))
+
     text = compiled(convolve, (2, 10, 3), (4, 3, 5)).as_text()
     assert traffic.count_products(text) == 2 * 2 * 7 * 4 * 3 * 5
 

@@ -167,15 +167,10 @@ def test_a_search_waits_for_a_longer_target_that_may_yet_win():
 TEXTS = [(f"{n} " + "x" * (n % 5), "y" * (n % 7 + 1)) for n in range(40)]
 
 
-@pytest.fixture
-def path(tmp_path):
+def test_each_pair_once_an_epoch_and_whole(tmp_path):
+    """Sources lie apart, with the number of the target that is made of them; what is too long is left out."""
     path = tmp_path / "pairs.tsv"
     path.write_text("\ufeff" + "\n".join(f"{source}\t{target}" for source, target in TEXTS) + "\n\n")
-    return path
-
-
-def test_each_pair_once_an_epoch_and_whole(path):
-    """Sources lie apart, with the number of the target that is made of them; what is too long is left out."""
     assert list(pairs.read_pairs(path)) == TEXTS
     tokenizer, T = ByteTokenizer(), 16
     split = pairs.Pairs.encode(TEXTS, tokenizer, T)
@@ -207,11 +202,10 @@ def test_each_pair_once_an_epoch_and_whole(path):
 # From the file to the target -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A run on pairs that are turned round: it has seen them all, and knows them."""
-    directory = tmp_path_factory.mktemp("encoder")
-    path, rng = directory / "pairs.tsv", np.random.default_rng(0)
+@pytest.mark.slow
+def test_a_run_is_opened_extended_and_translates(tmp_path):
+    """On pairs that are turned round. Its classes are named in experiment.json, and found again."""
+    path, rng = tmp_path / "pairs.tsv", np.random.default_rng(0)
     words = ["".join(rng.choice(list("abcd"), rng.integers(1, 5))) for _ in range(60)]
     path.write_text("".join(f"{word}\t{word[::-1].upper()}\n" for word in words))
     plain: Experiment = tiny_experiment(path, steps=8, eval_every=4)
@@ -221,13 +215,7 @@ def trained(tmp_path_factory):
         data=pairs.PairsConfig(path=str(path), tokenizer="char"),
         optim=OptimConfig(warmup_steps=2, schedule="inverse_sqrt", label_smoothing=0.1),
     )
-    return experiment, fit(experiment, directory / "run", progress=False)
-
-
-@pytest.mark.slow
-def test_a_run_is_opened_extended_and_translates(trained):
-    """Its classes are named in experiment.json, and found again."""
-    experiment, run = trained
+    run = fit(experiment, tmp_path / "run", progress=False)
     record = json.loads((run.directory / "experiment.json").read_text())["experiment"]
     assert record["model"]["class"] == "encoder_decoder:EncoderDecoderConfig"
     again = load(run.directory, which="last")
