@@ -20,15 +20,12 @@ N, D = (30e3, 110e3, 240e3, 416e3), (0.25e6, 0.5e6, 1e6, 2e6)
 NOISE = 0.002  # relative, of a run: about that of seeds
 
 
-def ladder(rng, noise=NOISE):
-    losses = {(n, d): float(TRUE.loss(n, d) * np.exp(noise * rng.normal())) for n in N for d in D}
-    return [Point(parameters=int(n), tokens=int(d), flops=6 * n * d, loss=x) for (n, d), x in losses.items()]
-
-
 @pytest.mark.parametrize(("seed", "spread"), [(1, NOISE), (11, 7 * NOISE)])
 def test_the_fit_reaches_the_minimum_of_lbfgs(seed, spread):
     """The sum of Huber losses of log L, from the truth and from the fit on, by scipy."""
-    points = ladder(np.random.default_rng(seed), spread)
+    rng = np.random.default_rng(seed)
+    losses = {(n, d): float(TRUE.loss(n, d) * np.exp(spread * rng.normal())) for n in N for d in D}
+    points = [Point(parameters=int(n), tokens=int(d), flops=6 * n * d, loss=x) for (n, d), x in losses.items()]
     n_P, d_P, y_P = (np.log([getattr(p, name) for p in points]) for name in ("parameters", "tokens", "loss"))
 
     def objective(x):
