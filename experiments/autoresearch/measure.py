@@ -1,4 +1,4 @@
-"""Count what nights of autoresearch keep by chance, and what they miss, under four rules.
+"""Count what nights of autoresearch keep by chance, and what they miss, under six rules.
 
 Question    Of nights with 20 edits that change nothing and two true ones, how many keep an edit that changes nothing? Which
             true gains are kept, and what does each rule cost in runs?
