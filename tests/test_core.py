@@ -51,10 +51,7 @@ while len(tokens) < len(text):
     tokens.append(int(logits_BTV[0, len(tokens) - 1].argmax()))
 print(bytes(tokens).decode())
 """
-PACKAGES = (
-    *("orbax", "rich", "matplotlib", "tokenizers", "jinja2", "filelock", "safetensors"),
-    *("huggingface_hub", "transformers", "torch"),
-)
+PACKAGES = "orbax rich matplotlib tokenizers jinja2 filelock safetensors huggingface_hub transformers torch".split()
 
 
 def test_the_core_trains_and_samples_alone(tmp_path):

@@ -20,15 +20,12 @@ N, D = (30e3, 110e3, 240e3, 416e3), (0.25e6, 0.5e6, 1e6, 2e6)
 NOISE = 0.002  # relative, of a run: about that of seeds
 
 
-def ladder(rng, noise=NOISE):
-    losses = {(n, d): float(TRUE.loss(n, d) * np.exp(noise * rng.normal())) for n in N for d in D}
-    return [Point(parameters=int(n), tokens=int(d), flops=6 * n * d, loss=x) for (n, d), x in losses.items()]
-
-
 @pytest.mark.parametrize(("seed", "spread"), [(1, NOISE), (11, 7 * NOISE)])
 def test_the_fit_reaches_the_minimum_of_lbfgs(seed, spread):
     """The sum of Huber losses of log L, from the truth and from the fit on, by scipy."""
-    points = ladder(np.random.default_rng(seed), spread)
+    rng = np.random.default_rng(seed)
+    losses = {(n, d): float(TRUE.loss(n, d) * np.exp(spread * rng.normal())) for n in N for d in D}
+    points = [Point(parameters=int(n), tokens=int(d), flops=6 * n * d, loss=x) for (n, d), x in losses.items()]
     n_P, d_P, y_P = (np.log([getattr(p, name) for p in points]) for name in ("parameters", "tokens", "loss"))
 
     def objective(x):
@@ -60,11 +57,6 @@ def small_and_fast(monkeypatch):
 
 
 make_size = functools.cache(tool.make_size)
-
-
-def size_of(experiment):
-    vocab_size = experiment.data.open_dataset(experiment.model).tokenizer.vocab_size
-    return lambda n_head: make_size(experiment, n_head, vocab_size)
 
 
 class Machine:
@@ -150,10 +142,10 @@ def test_a_prediction_is_made_once(experiment, tmp_path):
 
 
 def test_more_minutes_give_a_larger_ladder_that_fits_and_then_more_seeds(experiment):
-    tokens = len(experiment.data.open_dataset(experiment.model).train)
+    dataset = experiment.data.open_dataset(experiment.model)
+    size_of, tokens = lambda n_head: make_size(experiment, n_head, dataset.tokenizer.vocab_size), len(dataset.train)
     plans = {
-        minutes: make_plan(1, size_of(experiment), Machine().measure, minutes=minutes, data_tokens=tokens)
-        for minutes in (4, 7, 20)
+        minutes: make_plan(1, size_of, Machine().measure, minutes=minutes, data_tokens=tokens) for minutes in (4, 7, 20)
     }
     for minutes, plan in plans.items():
         assert sum(rung.seconds for rung in plan.rungs) + plan.test_seconds <= 60 * minutes

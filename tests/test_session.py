@@ -28,10 +28,6 @@ def losses(directory, name="loss"):
     return [(x["step"], x[name]) for x in logged(directory) if name in x]
 
 
-def val_losses(directory):
-    return losses(directory, "val_loss")
-
-
 @pytest.fixture(scope="module")
 def experiment(text_file):
     e = tiny_experiment(text_file)
@@ -67,9 +63,9 @@ def test_the_run_directory(run, experiment):
 
 def test_kept_checkpoints_are_the_last_and_the_best_and_have_a_mean(run):
     steps = {int(p.name) for p in (run.directory / "checkpoints").iterdir()}
-    best = min(val_losses(run.directory), key=lambda x: x[1])[0]
+    best = min(losses(run.directory, "val_loss"), key=lambda x: x[1])[0]
     assert steps == {4, 6, best}
-    assert run.step == best and run.val_loss == min(v for _, v in val_losses(run.directory))
+    assert run.step == best and run.val_loss == min(v for _, v in losses(run.directory, "val_loss"))
     last, mean = load(run.directory, which="last"), load(run.directory, average=2)
     assert last.step == mean.step == 6 and mean.val_loss is None
     earlier = Checkpoints(run.directory / "checkpoints").restore_params(4, last.params)
@@ -112,7 +108,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(run, experiment, tmp_path, mon
     monkeypatch.undo()
     resumed = fit(experiment, directory, progress=False)
     assert losses(directory) == losses(run.directory)
-    assert val_losses(directory) == val_losses(run.directory)
+    assert losses(directory, "val_loss") == losses(run.directory, "val_loss")
     chex.assert_trees_all_equal(resumed.params, run.params)
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -66,21 +68,17 @@ def test_induction_heads(monkeypatch):
 
 def test_the_laptops_study_runs_nothing_twice_and_what_diverged_has_no_loss(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(REPOSITORY / "experiments/laptop")
-    run, calls = script("laptop/run"), []
-
-    def train_grid(grid, say, executor):
-        calls.extend(experiment.train.seed for _, experiment, _ in grid)
-        diverged = Curve(failure="diverged")
-        return [diverged if e.train.seed == 1 else Curve(tokens=[1], losses=[2.5]) for _, e, _ in grid]
-
+    run = script("laptop/run")
+    curves = [Curve(tokens=[1], losses=[2.5]), Curve(failure="diverged")]
+    train_grid = mock.Mock(side_effect=[curves, []])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "RESULTS", tmp_path)
     monkeypatch.setattr(run, "train_grid", train_grid)
     experiment = run.experiment_of(run.optimizers()["adamw"], 176, 100, "text.txt")
-    for _ in range(2):
+    for left in (2, 0):
         run.run_all([("ideas", ["baseline"], experiment, seed) for seed in (0, 1)], None)
-    found = run.read("ideas")
-    assert calls == [0, 1] and [found["baseline"][str(seed)][0] for seed in (0, 1)] == [2.5, None]
+        assert len(train_grid.call_args.args[0]) == left
+    assert [loss for loss, _ in run.read("ideas")["baseline"].values()] == [2.5, None]
 
 
 @pytest.mark.slow
@@ -125,6 +123,41 @@ faster = dataclasses.replace(experiment, optim=OptimConfig(learning_rate=0.02))
 """
 
 
+def test_nights_without_a_better_edit_accept_none_in_95_of_100():
+    """Wherever an edit is stopped. What is accepted costs no level."""
+    night = script("autoresearch/night")
+    evidence = night.weigh(np.random.default_rng(0).normal(-night.LEAST, 0.01, (4000, 22, night.PAIRS)))
+    assert evidence[..., :2].mean((0, 1)) == pytest.approx(1.0, abs=0.02)  # a martingale's
+    assert 0.01 < (evidence >= 22 / night.ERROR).any((1, 2)).mean() <= night.ERROR
+    history = [{"level": 0.01, "verdict": "accepted"}, {"level": 0.02, "verdict": "given up"}]
+    assert night.level_of(history, 5) == pytest.approx(0.03 / 3)
+
+
+def test_a_night_that_is_killed_goes_on_and_keeps_what_can_be_repeated(tmp_path, monkeypatch):
+    night = script("autoresearch/night")
+    edits = ["train=TrainConfig(seed=1)", *(f"optim=OptimConfig(beta2=0.{digit})" for digit in (7, 8, 9))]
+    (tmp_path / "tiny.py").write_text(EXPERIMENTS)
+    same, good, bad = (Curve(losses=[loss]) for loss in (2.0, 1.0, 3.0))
+    pairs = [(same, good)] * 4 + [(same, bad)] * 2 + [(same, good)] * 4
+    train_grid = mock.Mock(side_effect=[(same, good), KeyboardInterrupt, *pairs])
+    monkeypatch.setattr(night, "train_grid", train_grid)
+    monkeypatch.setattr(night, "audit", lambda run: SimpleNamespace(findings=["no"] if "/004/" in str(run) else []))
+
+    def propose(place, number):
+        edit = f"\nexperiment = dataclasses.replace(experiment, {edits.pop(0)})"
+        (place / "candidate.py").write_text((place / "base.py").read_text() + edit)
+
+    def go_on():
+        return night.Night(tmp_path, tmp_path / "tiny.py", {}, proposals=4).go_on(propose, print)
+
+    with pytest.raises(KeyboardInterrupt):
+        go_on()
+    assert [line["verdict"] for line in go_on()] == ["refused", "accepted", "given up", "given up"]
+    grids = [call.args[0] for call in train_grid.call_args_list]
+    assert len({place for grid in grids for _, _, place in grid}) == 2 * len(pairs)
+    assert grids[-1][0][1].optim.beta2 == 0.7  # the base, since it was accepted
+
+
 @pytest.mark.slow
 def test_a_record_is_run_resumed_and_audited(tmp_path, text_file, monkeypatch):
     tool, audited = script("records"), []
@@ -148,9 +181,8 @@ def test_a_record_is_run_resumed_and_audited(tmp_path, text_file, monkeypatch):
 
 @pytest.mark.slow
 def test_every_part_of_the_benchmark_of_gpus(tmp_path):
-    options = ["--tiny", "--budget", "780", "--json", str(tmp_path / "found.json")]
-    program = str(REPOSITORY / "experiments/benchmarks/gpu.py")
-    done = check_command(program, *options, cwd=tmp_path, deadline=840)
+    command = f"{REPOSITORY}/experiments/benchmarks/gpu.py --tiny --budget 780 --json found.json"
+    done = check_command(*command.split(), cwd=tmp_path, deadline=840)
     found = json.loads((tmp_path / "found.json").read_text())
     assert [part["ended"] for part in found.values()] == [None] * 7, done.stderr
     rows = [row for part in found.values() for row in part["rows"]]

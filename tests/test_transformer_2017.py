@@ -119,16 +119,12 @@ def search(model, params, sources, **how):
     return beams.beam_search(*for_decoding(model, params), sources, **how)
 
 
-def with_opinions(config, seed):
-    model, params = make_model(config, seed=seed)
-    return model, jax.tree.map(lambda x: x if x.ndim < 2 else 4 * x, params)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.6, 0.0])
 def test_a_wide_search_finds_the_best_of_all_targets(alpha):
     """Every target of up to block_size tokens, scored by the whole model."""
-    model, params = with_opinions(dataclasses.replace(CONFIG, vocab_size=5, block_size=3), 3)
+    model, params = make_model(dataclasses.replace(CONFIG, vocab_size=5, block_size=3), seed=3)
+    params = jax.tree.map(lambda x: x if x.ndim < 2 else 4 * x, params)
     source, others = [1, 2, 0], [token for token in range(5) if token != END]
     scored = []
     for length in (1, 2, 3):
@@ -171,15 +167,10 @@ def test_a_search_waits_for_a_longer_target_that_may_yet_win():
 TEXTS = [(f"{n} " + "x" * (n % 5), "y" * (n % 7 + 1)) for n in range(40)]
 
 
-@pytest.fixture
-def path(tmp_path):
+def test_each_pair_once_an_epoch_and_whole(tmp_path):
+    """Sources lie apart, with the number of the target that is made of them; what is too long is left out."""
     path = tmp_path / "pairs.tsv"
     path.write_text("\ufeff" + "\n".join(f"{source}\t{target}" for source, target in TEXTS) + "\n\n")
-    return path
-
-
-def test_each_pair_once_an_epoch_and_whole(path):
-    """Sources lie apart, with the number of the target that is made of them; what is too long is left out."""
     assert list(pairs.read_pairs(path)) == TEXTS
     tokenizer, T = ByteTokenizer(), 16
     split = pairs.Pairs.encode(TEXTS, tokenizer, T)
@@ -211,11 +202,10 @@ def test_each_pair_once_an_epoch_and_whole(path):
 # From the file to the target -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A run on pairs that are turned round: it has seen them all, and knows them."""
-    directory = tmp_path_factory.mktemp("encoder")
-    path, rng = directory / "pairs.tsv", np.random.default_rng(0)
+@pytest.mark.slow
+def test_a_run_is_opened_extended_and_translates(tmp_path):
+    """On pairs that are turned round. Its classes are named in experiment.json, and found again."""
+    path, rng = tmp_path / "pairs.tsv", np.random.default_rng(0)
     words = ["".join(rng.choice(list("abcd"), rng.integers(1, 5))) for _ in range(60)]
     path.write_text("".join(f"{word}\t{word[::-1].upper()}\n" for word in words))
     plain: Experiment = tiny_experiment(path, steps=8, eval_every=4)
@@ -225,13 +215,7 @@ def trained(tmp_path_factory):
         data=pairs.PairsConfig(path=str(path), tokenizer="char"),
         optim=OptimConfig(warmup_steps=2, schedule="inverse_sqrt", label_smoothing=0.1),
     )
-    return experiment, fit(experiment, directory / "run", progress=False)
-
-
-@pytest.mark.slow
-def test_a_run_is_opened_extended_and_translates(trained):
-    """Its classes are named in experiment.json, and found again."""
-    experiment, run = trained
+    run = fit(experiment, tmp_path / "run", progress=False)
     record = json.loads((run.directory / "experiment.json").read_text())["experiment"]
     assert record["model"]["class"] == "encoder_decoder:EncoderDecoderConfig"
     again = load(run.directory, which="last")

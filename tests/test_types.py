@@ -37,9 +37,10 @@ fitted: int = jaxgpt.fit
 """
 
 
-def check(source: str, tmp_path: Path) -> set[int]:
-    """Return the numbers of the lines with errors."""
-    (tmp_path / "user.py").write_text(source)
+def test_right_calls_have_no_errors_and_each_wrong_one_has_one(tmp_path):
+    lines = (RIGHT + WRONG).splitlines()
+    first = next(number for number, line in enumerate(lines, 1) if "n_layers" in line)
+    (tmp_path / "user.py").write_text(RIGHT + WRONG)
     checker = shutil.which("pyrefly", path=str(Path(sys.executable).parent)) or shutil.which("pyrefly")
     if checker is None:
         pytest.skip("pyrefly is not installed")
@@ -48,11 +49,6 @@ def check(source: str, tmp_path: Path) -> set[int]:
     (tmp_path / "pyrefly.toml").touch()
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout, done.stderr
-    return {error["line"] for error in json.loads(done.stdout)["errors"] if error["severity"] == "error"}
-
-
-def test_right_calls_have_no_errors_and_each_wrong_one_has_one(tmp_path):
-    lines = (RIGHT + WRONG).splitlines()
-    first = next(number for number, line in enumerate(lines, 1) if "n_layers" in line)
-    assert check(RIGHT + WRONG, tmp_path) == set(range(first, len(lines) + 1))
+    found = {error["line"] for error in json.loads(done.stdout)["errors"] if error["severity"] == "error"}
+    assert found == set(range(first, len(lines) + 1))
     assert (REPOSITORY / "jaxgpt" / "py.typed").exists()

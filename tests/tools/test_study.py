@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.config.words import replace_fields
-from jaxgpt.errors import Diverged, Preempted, UserError
+from jaxgpt.errors import Diverged, UserError
 from jaxgpt.loss import ObjectiveConfig
 from jaxgpt.parallel.jax_setup import device_name
 from jaxgpt.runs.metrics import read_metrics
@@ -216,12 +216,3 @@ def test_what_is_no_study(variants):
     with pytest.raises(UserError, match=r"variants '\.\.', 'Study\.json' have no directory"):
         check_comparable({"a": first, "..": first, "Study.json": first})
     assert slug("pre-norm, with warm-up") == "pre-norm-with-warm-up"
-
-
-def test_interrupted_says_how_to_go_on(variants, tmp_path, monkeypatch):
-    def stop(*args, **how):
-        raise Preempted("SIGINT: saved step 1 of 4. To continue: jaxgpt train --run-dir x")
-
-    monkeypatch.setattr(grid, "fit", stop)
-    with pytest.raises(Preempted, match=r"^SIGINT: saved step 1 of 4\. Run the same command to resume\.$"):
-        run_study(variants, tmp_path, seeds=1)

@@ -140,10 +140,10 @@ def test_the_best_point_wins_with_seeds_that_chose_nothing(swept):
 
 def test_an_interrupted_sweep_ends_as_another(swept, tmp_path):
     runs, _, expected = swept
-    done = 0
+    done, said = 0, r"^SIGINT: step 1 is saved\. Run the same command to resume\.$"
     for stop_after in (0, 5, 16, 7, 3, math.inf):
         fake = Fake(stop_after=stop_after)
-        with contextlib.nullcontext() if stop_after == math.inf else pytest.raises(Preempted):
+        with contextlib.nullcontext() if stop_after == math.inf else pytest.raises(Preempted, match=said):
             found = run_sweep(tmp_path, fit=fake)
         done += len(fake.runs)
     assert found.to_json() == expected.to_json() and done == len(runs)
@@ -170,21 +170,14 @@ def test_a_diverged_run_is_last(tmp_path):
 ONE = {"trials": 1, "seeds": 1}
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory):
-    """The directory of a sweep of one run."""
-    directory = tmp_path_factory.mktemp("one")
-    run_sweep(directory, **ONE)
-    return directory
-
-
-def test_another_sweep_is_not_mixed_with_it(one):
+def test_another_sweep_is_not_mixed_with_it(tmp_path):
+    run_sweep(tmp_path, **ONE)
     with pytest.raises(UserError, match=r"another configuration: optim\.learning_rate 0\.003162 -> 0\.01\. "):
-        run_sweep(one, **ONE, over=("optim.learning-rate=1e-4..1",))
+        run_sweep(tmp_path, **ONE, over=("optim.learning-rate=1e-4..1",))
     with pytest.raises(UserError, match="is a run and not a sweep"):
-        run_sweep(one / "trial-01/steps-600-seed-8", **ONE)
+        run_sweep(tmp_path / "trial-01/steps-600-seed-8", **ONE)
     logged = replace_fields(EXPERIMENT, {"train.log_every": 1})  # which is no other sweep
-    run_sweep(one, **ONE, experiment=logged, fit=lambda *a, **b: pytest.fail("a run"))
+    run_sweep(tmp_path, **ONE, experiment=logged, fit=lambda *a, **b: pytest.fail("a run"))
 
 
 def test_the_report(tmp_path):

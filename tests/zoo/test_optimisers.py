@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxgpt.model import GPTConfig
 from tests.helpers import import_pages
@@ -22,38 +23,27 @@ SHAPES = {MATRIX: (4, 4), TABLE: (5, 4), VECTOR: (4,)}
 DECAYED = {MATRIX: 0.5, TABLE: 0.5, VECTOR: 0.0}
 
 
-def tree(values):
-    """A tree of parameters by the paths of their names."""
-    return {
-        "h_0": {"mlp": {"kernel": values[MATRIX]}, "ln_1": {"scale": values[VECTOR]}},
-        "wte": {"embedding": values[TABLE]},
-    }
-
-
-def flat(params):
-    return {
-        path: np.asarray(params[path[0]][path[1]] if path == TABLE else params[path[0]][path[1]][path[2]])
-        for path in SHAPES
-    }
-
-
 def draw(seed, shapes=SHAPES):
     rng = np.random.default_rng(seed)
     return {path: rng.normal(size=shape) for path, shape in shapes.items()}
 
 
+def tree(*drawn):
+    """What is drawn, as parameters or gradients."""
+    return unflatten_dict({path: jnp.asarray(x, jnp.float32) for path, x in draw(*drawn).items()})
+
+
 def take_steps(config, steps=3, shapes=SHAPES):
     """(parameters after each step, their `eval_params`), with gradients that are drawn."""
     optimizer = config.make_optimizer(steps, model=MODEL)
-    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree(draw(0, shapes)))
+    params = tree(0, shapes)
     state, found, evaluated = optimizer.init(params), [], []
     update = jax.jit(optax.with_extra_args_support(optimizer).update)
     for step in range(steps):
-        grads = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree(draw(step + 1, shapes)))
-        updates, state = update(grads, state, params, value=jnp.zeros(()))
+        updates, state = update(tree(step + 1, shapes), state, params, value=jnp.zeros(()))
         params = optax.apply_updates(params, updates)
-        found.append(flat(params))
-        evaluated.append(flat(config.eval_params(state, params)))
+        found.append(flatten_dict(params))
+        evaluated.append(flatten_dict(config.eval_params(state, params)))
     return found, evaluated
 
 
