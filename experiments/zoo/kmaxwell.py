@@ -72,7 +72,7 @@ def mix_momentum(beta: float, ages: np.ndarray, first: np.ndarray, last: np.ndar
 
         def advance(means: jax.Array, g: jax.Array, start_as: jax.Array) -> jax.Array:
             decay = along(decays, g)
-            return jnp.where(is_mixed, decay * means + (1.0 - decay) * g, start_as)
+            return jnp.where(is_mixed, decay * means + (1.0 - decay) * g[None], start_as[None])
 
         means = jax.tree.map(advance, state.means, updates, corrected)
 
