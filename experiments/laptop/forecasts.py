@@ -6,6 +6,7 @@ Reference   github.com/KellerJordan/modded-nanogpt, pull requests 331, 351 and 3
             an entry of ../zoo/, which says what was translated and what was left out.
 Runs        Muon with the rates that its sweep found, and each idea on it: width 88, 200 steps, seeds 0 to 19, paired by
             seeds; and 800 steps with seeds 0 to 4. A shorter tail is compared with the longer one that it shortens.
+            Muon alone is the baseline of the ideas in run.py, whose losses of these seeds are in ../results/laptop/.
 Command     python experiments/laptop/forecasts.py train --text shakespeare.txt
             python experiments/laptop/forecasts.py train --steps 800 --text shakespeare.txt
             python experiments/laptop/forecasts.py report
@@ -27,7 +28,6 @@ Verdict     open: see ../../docs/forecasts.md.
 import argparse
 import dataclasses
 import hashlib
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -46,8 +46,7 @@ RUN = run_file(HERE / "run.py")
 SIGNED = HERE.parent / "results" / "forecasts.json"
 SEEDS = {200: range(20), 800: range(5)}
 # Each arm: the entry of the zoo and what differs from it, and the arm that it is compared with.
-ARMS = {
-    "baseline": (None, {}, None),
+ARMS: dict[str, tuple[str, dict[str, float], str]] = {
     "longer tail": ("tail_blend", {"tail_memory": 0.056}, "baseline"),
     "shorter tail": ("tail_blend", {}, "longer tail"),
     "fast-slow decay": ("fast_slow_decay", {}, "baseline"),
@@ -62,26 +61,23 @@ def experiment_of(arm: str, steps: int, text: str) -> Experiment:
     (muon,) = RUN.tuned(["muon"]).values()
     plain = RUN.experiment_of(muon, RUN.WIDTHS[0], steps, text)
     entry, change, _ = ARMS[arm]
-    if entry is None:
-        return plain
     page = load_experiment(str(HERE.parent / "zoo" / f"{entry}.py"))
     fixed = {field.name: getattr(muon, field.name) for field in dataclasses.fields(jaxgpt.OptimConfig)}
     return dataclasses.replace(plain, optim=dataclasses.replace(page.optim, **fixed | change), objective=page.objective)
 
 
 def train(steps: int, text: str, on: str | None) -> None:
-    """Train all arms, seed by seed."""
-    jobs = [
-        ("forecasts", [str(steps), arm], experiment_of(arm, steps, text), seed)
-        for seed, arm in itertools.product(SEEDS[steps], ARMS)
-    ]
+    """Train all arms, and add their losses to the results after each seed."""
     with open_executor(Workers(on=on), RUN.RUNS) as executor:
-        RUN.run_all(jobs, executor)
+        for seed in SEEDS[steps]:
+            jobs = [("forecasts", [str(steps), arm], experiment_of(arm, steps, text), seed) for arm in ARMS]
+            RUN.run_all(jobs, executor)
 
 
 def compare(arm: str, other: str, steps: int) -> Comparison | None:
     """Compare the losses of two arms, paired by the seeds that both have. Without two such seeds: None."""
     found = RUN.read("forecasts").get(str(steps), {})
+    found |= {"baseline": RUN.read("ideas").get(RUN.key_of("baseline", steps=steps), {})}
     runs = [found.get(name, {}) for name in (other, arm)]
     seeds = [str(seed) for seed in SEEDS[steps] if all(run.get(str(seed), [None])[0] for run in runs)]
     if len(seeds) < 2:
@@ -96,7 +92,7 @@ def report() -> str:
     for steps in SEEDS:
         lines += [f"{steps} steps", "", "| arm | against | seeds | loss | difference |", "|---|---|---|---|---|"]
         for arm, (_, _, other) in ARMS.items():
-            if other and (row := compare(arm, other, steps)):
+            if row := compare(arm, other, steps):
                 cells = f"{arm} | {other} | {len(row.losses)} | {np.mean(row.losses):.4f}"
                 lines.append(f"| {cells} | {row.difference:+.4f} ± {row.margin:.4f} |")
         lines.append("")
