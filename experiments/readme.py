@@ -10,7 +10,7 @@ GROUPS = {
     "Train a model": "minimal sancho_mini shakespeare_char speedrun_shakespeare speedrun_shakespeare_long gpt2_124m "
     "finetune_quijote chat_sft orders transformer_2017/train post/chat_from_nothing",
     "Compare, with seeds": "study_activation study_attention_scale study_norm_position learning_rate_transfer "
-    "scaling_laws induction_heads records laptop/run laptop/base laptop/entries laptop/optimizers",
+    "scaling_laws induction_heads records laptop/run laptop/base laptop/entries laptop/optimizers laptop/forecasts",
     "Look inside, measure, and train on": "interpretability/inspect_run baselines bands core memorisation speculative "
     "post/dpo post/distillation post/grpo_arithmetic post/length_hacking",
     "Tools and benchmarks": "track python_questions readme step_cost benchmarks/training benchmarks/speedrun "

@@ -111,8 +111,10 @@ def test_memorisation_is_of_what_it_writes(tiny_run):
     assert found["held out"]["novel"] == {"5": 0.0, "10": 0.0, "20": 0.0, "50": None}
 
 
-def test_the_records_keep_their_rules():
+def test_the_records_keep_their_rules_and_no_forecast_is_edited(monkeypatch):
     assert not any(script("records").check_page(str(REPOSITORY / "experiments/RECORDS.md")).values())
+    monkeypatch.syspath_prepend(REPOSITORY / "experiments/laptop")
+    assert script("laptop/forecasts").digest() in (REPOSITORY / "docs/forecasts.md").read_text()
 
 
 EXPERIMENTS = """
