@@ -97,15 +97,27 @@ def report() -> str:
                 lines.append(f"| {cells} | {row.difference:+.4f} ± {row.margin:.4f} |")
         lines.append("")
     seconds = [seconds for _, seconds in RUN.list_runs(RUN.read("forecasts"))]
-    return "\n".join([*lines, f"core-hours: {sum(seconds) / 3600:.2f} ({len(seconds)} runs)", f"digest: {digest()}"])
+    spent = f"core-hours: {sum(seconds) / 3600:.2f} ({len(seconds)} runs)"
+    return "\n".join([*lines, spent, *signed()])
 
 
 def digest() -> str:
     """Return the SHA-256 of the forecasts as JSON with sorted keys and without spaces, so that only content counts."""
-    if not SIGNED.exists():
-        return "none yet"
     text = json.dumps(json.loads(SIGNED.read_text()), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def signed() -> list[str]:
+    """Return what the page prints of the forecasts: their digest, and the rows of the table up to the verdict."""
+    lines = [digest()]
+    for number, its in json.loads(SIGNED.read_text())["forecasts"].items():
+        value, low, high = (
+            f"{its[key]:+.4f}" if its["unit"] == "nats" else its[key] for key in ("value", "low", "high")
+        )
+        link = f"[#{number}](https://github.com/KellerJordan/modded-nanogpt/pull/{number})"
+        cells = [link, its["claim"], its["sign"], f"{value} ({low} to {high}) {its['unit']}"]
+        lines.append(f"| {' | '.join(cells)} | {its['merged']:.2f} | {its['holds']:.2f} |")
+    return lines
 
 
 def main() -> None:
