@@ -19,16 +19,14 @@ def test_slopes_are_those_of_bloom(n_head):
 
 def test_scores_have_the_bias():
     """Against the definition, with positions that restart in a second document and exceed 256."""
-    q_BTNH = jax.random.normal(jax.random.key(0), (1, 6, 4, 3))
-    k_BSKH = jax.random.normal(jax.random.key(1), (1, 6, 4, 3))
+    q_BTNH, k_BSKH = jax.random.normal(jax.random.key(0), (2, 1, 6, 4, 3))
     positions_T = np.array([300, 301, 302, 0, 1, 2])
     extended = alibi.extend_queries(q_BTNH, 0.5), alibi.extend_keys(k_BSKH, jnp.asarray(positions_T)[None])
-    scores_NTS = np.einsum("TNH,SNH->NTS", *(np.asarray(x[0], np.float64) for x in extended)) * 0.5
-    expected_NTS = np.einsum("TNH,SNH->NTS", *(np.asarray(x[0], np.float64) for x in (q_BTNH, k_BSKH))) * 0.5
-    for n in range(4):
-        for t in range(6):
-            for s in range(6):
-                expected_NTS[n, t, s] -= 2.0 ** (-2.0 * (n + 1)) * (positions_T[t] - positions_T[s])
+    scores_NTS, plain_NTS = (
+        0.5 * np.einsum("TNH,SNH->NTS", *(np.asarray(x[0], np.float64) for x in pair))
+        for pair in (extended, (q_BTNH, k_BSKH))
+    )
+    bias_NTS = -(4.0 ** -np.arange(1.0, 5)[:, None, None]) * (positions_T[:, None] - positions_T)
     # Up to what all keys of a query share, which softmax ignores.
-    difference_NTS = scores_NTS - expected_NTS
+    difference_NTS = scores_NTS - plain_NTS - bias_NTS
     np.testing.assert_allclose(difference_NTS, np.broadcast_to(difference_NTS[:, :, :1], (4, 6, 6)), atol=1e-4)
