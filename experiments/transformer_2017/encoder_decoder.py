@@ -253,7 +253,9 @@ class EncoderDecoder(GPT):
     ) -> tuple[jax.Array, jax.Array]:
         """Return the encoder's states of a source, and the document of each token."""
         if source_BS is None:
-            raise UserError("an encoder-decoder needs a source, source_BS: use experiments/transformer_2017/translate.py")
+            raise UserError(
+                "an encoder-decoder needs a source, source_BS: use experiments/transformer_2017/translate.py"
+            )
         if segments_BS is None:
             segments_BS = jnp.ones(source_BS.shape, jnp.int32)
         return self.encode(source_BS, segments_BS, train=train), segments_BS
