@@ -5,6 +5,7 @@ import errno
 import itertools
 import json
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -14,7 +15,6 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from jaxgpt.cli.main import main
-from jaxgpt.data import corpus
 from jaxgpt.errors import CheckpointSaveError, UserError
 from jaxgpt.parallel import multihost
 from jaxgpt.run import load
@@ -278,7 +278,7 @@ def test_what_is_no_run_in_a_bucket_is_refused(machine, text_file, monkeypatch, 
     assert find_run(Path(ADDRESS)) == find_run(f"{ADDRESS}/") == load(ADDRESS).directory
     assert not list(module.cache_directory().parent.rglob("escaped"))
     with monkeypatch.context() as patch:
-        patch.setattr(corpus, "LEAST_FSSPEC", (9999, 1))
+        patch.setitem(sys.modules, "fsspec", None)
         refused(r"gs://bucket/a needs another package: python -m pip install 'jaxgpt\[remote\]'", load, "gs://bucket/a")
     monkeypatch.setattr(multihost, "is_multiprocess", lambda: True)
     monkeypatch.setattr(multihost, "raise_on_all", contextlib.nullcontext)
