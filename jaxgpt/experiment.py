@@ -105,12 +105,12 @@ class Experiment(Checked):
 
     name: str  # name of the run: letters, digits, - and _. Its directory is runs/NAME, unless --run-dir names another
     model: GPTConfig = dataclasses.field(default_factory=GPTConfig)  # the architecture
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)  # what to learn from, and its tokenizer
-    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)  # the optimiser and its schedule
-    objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)  # what training minimises
-    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)  # steps, batches and what is measured when
-    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)  # adapters, if only they are trained
-    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)  # how devices share the work
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)  # text and tokenizer
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)  # optimiser, schedule
+    objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)  # the loss
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)  # steps, batches
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)  # adapters to train alone
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)  # devices
 
     def __post_init__(self) -> None:
         super().__post_init__()

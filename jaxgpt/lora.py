@@ -49,7 +49,7 @@ class LoraConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.targets:
-            raise UserError("lora.targets is empty: name matrices that should have adapters, such as q v")
+            raise UserError("lora.targets is empty: name matrices to adapt, such as q v")
 
 
 def with_adapters(function: F) -> F:

@@ -102,7 +102,7 @@ def _sum_by_name(sown: dict[str, Any]) -> dict[str, tuple[jax.Array, int]]:
 
 
 def pick_logprobs(logits_V: jax.Array, targets: jax.Array, log_sum: jax.Array) -> jax.Array:
-    """Return the log-probability of each target, in nats, as training, scores and the sampler compute it."""
+    """Return each target's log-probability, in nats: of training, scores and the sampler alike."""
     return jnp.take_along_axis(logits_V, targets[..., None], axis=-1)[..., 0] - log_sum
 
 

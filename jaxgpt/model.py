@@ -56,7 +56,7 @@ class GPTConfig(Checked):
     (32, 512)
     """
 
-    vocab_size: Size | None = None  # number of tokens in the vocabulary. None means as many as the tokenizer has
+    vocab_size: Size | None = None  # number of tokens in the vocabulary. None means the tokenizer's
     block_size: Size = 1024  # length of the context, in tokens
     n_layer: Count = 12  # number of blocks
     n_head: Count = 12  # number of query heads in each block

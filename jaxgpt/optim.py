@@ -120,7 +120,7 @@ def _schedule_until(steps: int, config: OptimConfig, warmup: int) -> optax.Sched
 
 
 def learning_rate(config: OptimConfig, steps: int) -> optax.Schedule:
-    """Return the learning rate of AdamW by the number of steps taken. The rate of Muon has the same shape."""
+    """Return AdamW's learning rate at each step. Muon's has the same shape."""
     relative = relative_schedule(config, steps)
     return lambda step: config.learning_rate * relative(step)
 

@@ -104,7 +104,7 @@ class PromptFormat:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A trained model with all that is needed to use it, parameters and tokenizer: `fit` and `load` return one."""
+    """A trained model with all that is needed to use it."""
 
     directory: Path  # the run directory
     metadata: RunMetadata  # what `experiment.json` says

@@ -36,7 +36,7 @@ class TrainState:
 
 
 def init_and_dropout_keys(seed: int) -> tuple[jax.Array, jax.Array]:
-    """Return the two keys of a run, for initialisation and for dropout, which depend on its seed alone."""
+    """Return a run's keys for initialisation and for dropout."""
     init_key, dropout_key = jax.random.split(jax.random.key(seed))
     return init_key, dropout_key
 
@@ -162,6 +162,6 @@ def why_skipped(metrics: Metrics) -> str | None:
 
 
 def eval_step(params: Params, batch: Batch, *, loss_fn: LossFn) -> tuple[jax.Array, jax.Array]:
-    """Return (summed nats, number of targets) of one batch, without dropout, so that batches add up to a mean."""
+    """Return (summed nats, number of targets) of one batch, without dropout."""
     nats, count, _ = loss_fn(params, batch, None)
     return nats, count

@@ -134,7 +134,7 @@ def fit(
             return caught(None) is not None
 
         def measure(state: TrainState) -> tuple[float, dict[str, float]] | None:
-            """Return the validation loss, and the loss of each source, or None if a signal interrupts."""
+            """Return the validation loss, and each source's, or None if a signal interrupts."""
             with log.clock.paused():
                 losses = training.measure_val_loss(trainer.merged_params(state), is_interrupted)
             return None if is_interrupted() else losses

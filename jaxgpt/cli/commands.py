@@ -218,7 +218,7 @@ def import_model(
         model: a directory, an id on the Hub such as openai-community/gpt2, or a FILE.gguf
         run_dir: directory of the new run
         dtype: dtype of the parameters. None means as stored
-        tokenizer: path of another tokenizer.json, or ids for none. None means the tokenizer of the model
+        tokenizer: path of another tokenizer.json, or ids for none. None means the model's
     """
     configure_jax(computes=False)
     from jaxgpt.tools import convert

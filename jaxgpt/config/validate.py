@@ -59,7 +59,7 @@ def short_repr(x: Any) -> str:
 
 
 def to_python(value: Any) -> Any:
-    """Convert a scalar of NumPy or JAX to a Python number, for JSON and hashing. Return other values unchanged."""
+    """Convert a scalar of NumPy or JAX to a Python number. Return other values unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 

@@ -119,7 +119,7 @@ def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int | None
 
 
 def tokenise(written: Written, tokenizer: Tokenizer) -> Marked:
-    """Return (ids, True for what the assistant has written). Only the template can write special tokens.
+    """Return (ids, True for those of the assistant). Only the template can write special tokens.
 
     The text is encoded in one piece, as in transformers. Only a content that spells out a special token is encoded by
     itself, as text.

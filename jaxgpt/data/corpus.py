@@ -224,5 +224,5 @@ def _python_docs() -> str:
     chosen = Path(__file__).with_name("python_docs.txt").read_text().split()
     kept = list(filter(None, map(found.get, chosen)))
     if lost := len(chosen) - len(kept):
-        LOG.warning("this Python's reference lacks %d of %d paragraphs: losses will differ", lost, len(chosen))
+        LOG.warning("this Python's reference lacks %d of %d paragraphs", lost, len(chosen))
     return "\n\n".join(kept) + "\n"

@@ -142,7 +142,7 @@ def open_data(
 
 
 def resolve_vocab(model: GPTConfig, tokenizer: Tokenizer) -> GPTConfig:
-    """Return the model with the vocabulary size of the tokenizer, unless it has a larger (padded) one."""
+    """Return the model with the tokenizer's vocabulary size, unless its own is larger (padded)."""
     if model.vocab_size is None:
         return dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
     if model.vocab_size < tokenizer.vocab_size:

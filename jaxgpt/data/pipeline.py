@@ -24,7 +24,7 @@ RowReader = Callable[[int], tuple[Any, ...]]  #: index of a row -> that row of e
 
 
 class Split(Protocol):
-    """One split of a dataset, training or validation, cut into rows of `block_size` inputs with their targets."""
+    """One split of a dataset, cut into rows of `block_size` inputs."""
 
     def __len__(self) -> int: ...
 

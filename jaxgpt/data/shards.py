@@ -1,4 +1,4 @@
-"""Write token shards, and read them, and files of other programs: bare uint16 of nanoGPT and shards of llm.c.
+"""Write and read token shards, and read bare uint16 of nanoGPT and shards of llm.c.
 
 `write_shards` is the only function that writes tokens: `jaxgpt prepare` calls it with the folder `--out`, and a dataset
 with a folder in the cache. What is read is checked before training.
@@ -182,7 +182,7 @@ def open_shard(path: Path) -> np.ndarray:
 
 
 def scan(path: Path, tokens: np.ndarray, limit: int) -> Json:
-    """Return the length and SHA-256 of a shard, in one pass. Raises `UserError` for a token of `limit` or more."""
+    """Return length and SHA-256 of a shard. Raises `UserError` for a token of `limit` or more."""
     digest = hashlib.sha256()
     for at in range(0, len(tokens), SCAN):
         part = tokens[at : at + SCAN]

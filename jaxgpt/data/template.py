@@ -189,7 +189,7 @@ def render_template(source: str, variables: Json) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Jinja:
-    """The chat template that a tokenizer brings, in Jinja, which decides how messages become text."""
+    """A tokenizer's own template."""
 
     source: str  # the template, in Jinja's language
     tokens: dict[str, str]  # text of bos_token, eos_token, ...

@@ -21,7 +21,7 @@ from jaxgpt.config.validate import LARGEST_SIZE, short
 from jaxgpt.errors import UserError
 from jaxgpt.files import Json, is_there, parse_json, read_bytes
 
-LARGEST_FILE = 2**26  # bytes of a tokenizer.json. The one of Gemma 3, with 262,144 tokens, is half as large
+LARGEST_FILE = 2**26  # bytes of a tokenizer.json. Gemma 3's, of 262,144 tokens, is half as large
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # GPT-2, Llama 3, Llama 2, Gemma
 
 MOST_GROWTH = 1024  # times as long as a text may become by the rules of a tokenizer.json. Known ones reach 16
@@ -31,7 +31,7 @@ Located = tuple[np.ndarray, np.ndarray]  #: ids, and [start, end) of each in cha
 MOST_WORDS = 2**19  # words kept with their ids: about 100 MB
 # What a ByteLevel pre-tokenizer splits by: the pattern of GPT-2.
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Patterns of GPT-4 as tokenizer.json spells them, with 3 digits or 1. `split_words` never cuts a word of these.
+# Patterns of GPT-4 in tokenizer.json, with 3 digits or 1. `split_words` cuts no word of these.
 WORDS = tuple(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     + digits
@@ -156,7 +156,7 @@ class IdTokenizer(Tokenizer):
 
 
 class BPETokenizer(Tokenizer):
-    """A `Tokenizer` of the package `tokenizers`: a published one, such as GPT-2 or Llama 3 has, or one trained here."""
+    """A `Tokenizer` of Hugging Face's `tokenizers`: GPT-2's, Llama 3's, or one trained here."""
 
     def __init__(self, text: str):
         self._json, self._tokenizer = text, _load(text, specials=False)

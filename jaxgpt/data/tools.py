@@ -84,7 +84,7 @@ def check_characters(text: str, where: str) -> None:
 
 
 def spell_out(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """Return messages that are all content: tools in the system prompt, calls in answers, results in user turns."""
+    """Return messages of content alone: tools in the system prompt, calls and results in turns."""
     spelled = []
     if tools:
         described = DESCRIBED.replace("{tools}", "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))

@@ -214,7 +214,7 @@ def write_fields(family: Family, config: GPTConfig) -> Json:
 
 
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
-LARGEST_HEADER = 2**26  # bytes before the elements. The header of Gemma 3, with 262,144 tokens, has 2**23
+LARGEST_HEADER = 2**26  # bytes before the elements. Gemma 3's, with 262,144 tokens, has 2**23
 SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")  # the name of a part, as gguf-split writes it
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # struct's codes

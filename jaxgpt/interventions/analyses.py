@@ -86,7 +86,7 @@ def _row_losses(tokens_BT: jax.Array, logits_BTV: jax.Array) -> jax.Array:
 
 
 def patch(model: GPT, params: Params, into_T: Any, source_T: Any, place: str, metric: Metric) -> jax.Array:
-    """Return the metric of a text with one activation taken from another text: [L, T, N] by head, else [L, T].
+    """Return a text's metric with one activation of another text: [L, T, N] by head, else [L, T].
 
     Layers before the patch are computed once for all patches. Sources: Vig et al. 2020, arXiv:2004.12265, Meng et al.
     2022, arXiv:2202.05262, and by heads, Wang et al. 2022, arXiv:2211.00593. Raises `UserError` for an unknown place or token.

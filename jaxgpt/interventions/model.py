@@ -60,7 +60,7 @@ class Edit:
 
 
 def zero(place: str, layer: int | None = None, *, index: Indices = None, positions: Indices = None) -> Edit:
-    """Return the edit that sets activations to zero: what the model does without them shows what they are for."""
+    """Set activations to zero."""
     return Edit(place, layer, index, positions, keep=0.0)
 
 
@@ -76,7 +76,7 @@ def replace(
 
 
 def scale(place: str, layer: int | None = None, *, by: float, index: Indices = None, positions: Indices = None) -> Edit:
-    """Return the edit that multiplies activations by a number, such as 0.5 to weaken a part and 2 to strengthen it."""
+    """Multiply activations."""
     return Edit(place, layer, index, positions, keep=by)
 
 
@@ -190,7 +190,7 @@ def unroll(model: GPT, params: Params) -> tuple[EditedGPT, Params]:
 
 
 def stream_names(model: GPT) -> list[str]:
-    """Return the names of the residual streams, from the embedding to the output of the last block."""
+    """Return the names of the residual streams, from the embedding to the last block's."""
     return [EMBEDDING, *(f"h_{layer}/stream" for layer in range(model.config.n_layer))]
 
 
@@ -219,7 +219,7 @@ class EditedGPT(GPT):
         return run_block
 
     def predict(self, x_BTD: jax.Array) -> jax.Array:
-        """Return logits_BTV of a residual stream, after the last block or before: the logit lens."""
+        """Return logits_BTV of a residual stream, the last block's or another: the logit lens."""
         return self.unembed(self.norm_output(x_BTD))
 
     def run_block(self, layer: int, x_BTD: jax.Array) -> jax.Array:
@@ -289,9 +289,9 @@ def run(model: GPT, params: Params, tokens_BT: Any, edits: Sequence[Edit] = (), 
     """Return logits and activations of a model under edits. Raises `UserError` for what the model does not have.
 
     Args:
-        model, params: a GPT and its parameters, which stay as they are: edits are arrays beside them.
+        model, params: a GPT and its parameters, which no edit changes.
         tokens_BT: token ids, at most block_size per row.
-        edits: what to change, in this order, as `zero`, `scale`, `add` and `replace` make them. By default none.
+        edits: applied in their order.
         read: names of the activations to return, after the edits: "embedding", "h_0/heads" ... (see `PLACES`).
     """
     model, params = unroll(model, params)

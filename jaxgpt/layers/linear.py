@@ -15,7 +15,7 @@ INIT_STD = 0.02  # as in GPT-2, for every matrix and embedding
 def _dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_type=None):
     """Contract x's last axis with kernel's first, like `lax.dot_general`, with x's other axes folded into one.
 
-    XLA on CPU runs the gradient of a product over three axes almost twice as slowly as over two: 7.3 ms
+    XLA on CPU runs the gradient of a product over three axes half as fast as over two: 7.3 ms
     against 3.9 ms for an MLP at B=12, T=64, D=128. On GPU and TPU the two are the same program.
     """
     out = jax.lax.dot_general(

@@ -88,7 +88,7 @@ def check_memory(state: Any, activations: int, devices: Sequence[jax.Device]) ->
 
 
 def count_parameters(params: Params) -> int:
-    """Count the elements of all arrays in a tree: the parameters of a model, from arrays or from shapes."""
+    """Count the elements of all arrays in a tree."""
     return sum(x.size for x in jax.tree.leaves(params))
 
 

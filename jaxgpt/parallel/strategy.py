@@ -40,7 +40,7 @@ class Strategy:
 
     # (shapes of a state, the model's configuration, optimizer) -> the state's shardings: one for all arrays, or a tree
     state_shardings: Callable[[TrainState, GPTConfig, optax.GradientTransformation], Any]
-    checkpoint_sharding: Sharding | None = None  # for all arrays of a checkpoint. None means as in the state
+    checkpoint_sharding: Sharding | None = None  # of checkpoints. None means as in the state
 
     # Compile (step, the state's shardings, does the step add up micro-batches without dropout). The old state is donated.
     jit_train_step: Callable[[StepFn, Any, bool], StepFn]

@@ -30,7 +30,7 @@ from jaxgpt.train import LossFn, Params, TrainState, eval_step, init_state, trai
 # Steps and batches that the device may still compute while the host goes on. Two hide the host's work. More would only
 # queue memory, and several fake devices on few cores hang when hundreds of steps are in flight.
 IN_FLIGHT = 2
-Devices = Sequence[jax.Device] | None  # None means the devices of all processes. A topology has absent ones
+Devices = Sequence[jax.Device] | None  # None: of all processes. A topology has absent ones
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

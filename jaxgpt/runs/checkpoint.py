@@ -189,7 +189,7 @@ class Checkpoints:
     def save(self, state: TrainState, step: int, val_loss: float | None, *, eval_params: Params | None = None) -> None:
         """Start to save a state. Raises `CheckpointSaveError`, for this save or the previous one.
 
-        val_loss: the loss at this step, to choose the best checkpoint. None means it was not measured.
+        val_loss: the step's, to choose the best checkpoint. None means it was not measured.
         eval_params: the parameters to load as the model, if they are not the trained ones.
         """
         self._save(_to_items(state, eval_params), step, val_loss)

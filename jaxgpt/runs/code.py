@@ -87,14 +87,14 @@ def _imports(raw: bytes) -> Iterator[str]:
 
 
 def _is_elsewhere(module: str) -> bool:
-    """Return whether a module belongs to jaxgpt or to Python, or is an installed one that was imported."""
+    """Return whether a module is jaxgpt's, Python's, or an installed one that was imported."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     is_known = module == "jaxgpt" or module in sys.stdlib_module_names
     return is_known or bool(INSTALLED & {*Path(file).parts})
 
 
 def _is_own_file(file: str) -> bool:
-    """Return whether a file was written by the user, or is a notebook: not of jaxgpt, of Python or of a package."""
+    """Return whether a file is the user's or a notebook's: not jaxgpt's, Python's, a package's."""
     path = Path(file)
     is_made = file.startswith(("<string>", "<frozen"))  # by dataclasses, for example
     return not (is_made or INSTALLED & {*path.parts} or any(map(path.is_relative_to, NOT_OWN)))
@@ -124,7 +124,7 @@ def place_of(owner: Any) -> str:
 
 
 def name_with_place(owner: Any) -> str:
-    """Return "FILE:LINE: NAME" of a function or class, or only its name if the user has not written it."""
+    """Return "FILE:LINE: NAME" of a function or class, or only its name if it is not the user's."""
     return f"{place_of(owner)}{owner.__qualname__}"
 
 

@@ -161,7 +161,7 @@ class Intervals(Checked):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunMetadata(Checked):
-    """The content of `experiment.json`: what a run trained, on which data, with which tokenizer and versions."""
+    """The content of `experiment.json`."""
 
     directory: Path  # the run directory
     experiment: Experiment  # as it is trained: with the model of `origin`, and its own tokenizer
@@ -335,7 +335,7 @@ def load_run_tokenizer(metadata: RunMetadata) -> Tokenizer:
 
 
 def check_same_tokenizer(metadata: RunMetadata, named: str) -> None:
-    """Raise `UserError` unless a run has this tokenizer. A deleted file passes if the run was made with it.
+    """Raise `UserError` if a tokenizer is not the run's. A deleted file passes if it was the run's.
 
     named: the path of a tokenizer.json, or "ids".
     """

@@ -53,7 +53,7 @@ class Weights:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def describe(self, model: GPTConfig) -> Origin:
-        """Return the record of these weights in a run that starts from them, whose architecture is `model`."""
+        """Return the record of these weights in a run that starts from them. model: the run's."""
         return Origin(directory=str(self.directory.resolve()), step=self.step, sha256=self.sha256(), model=model)
 
     def read(self, like: Params) -> Params:
@@ -181,7 +181,7 @@ def load_base(metadata: RunMetadata, name: str | None = None) -> Weights:
     """
     name, origin = name or str(metadata.experiment.train.init_from), metadata.origin
     assert origin is not None
-    tokenizer = str(metadata.experiment.data.tokenizer)  # a copy, since the file of the model may be gone
+    tokenizer = str(metadata.experiment.data.tokenizer)  # a copy, since the model's may be gone
     beside = metadata.directory.absolute().parent / Path(origin.directory).name  # if both were copied here
     location = next((path for path in (origin.directory, name, beside) if os.path.exists(path)), name)
     found = open_weights(str(location), step=origin.step, tokenizer=tokenizer, downloads=False)

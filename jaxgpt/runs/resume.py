@@ -47,7 +47,7 @@ def with_horizons(metadata: RunMetadata, experiment: Experiment, *, extend: bool
 
 
 def check_same_configuration(metadata: RunMetadata, experiment: Experiment) -> None:
-    """Raise `UserError` if a field outside CHANGEABLE differs from the one in the run, but for more steps."""
+    """Raise `UserError` if a field outside CHANGEABLE differs from the run's, but for more steps."""
     directory = metadata.directory
     if metadata.imported is not None:
         start = f"start another run with {shell_line('--train.init-from', directory)}"
@@ -78,7 +78,7 @@ def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, rem
     configuration of the run, perhaps with another path.
     """
     data = data or metadata.experiment.data
-    data = dataclasses.replace(data, path=replace_addresses(data.path, fetch))  # of the user: a record has none
+    data = dataclasses.replace(data, path=replace_addresses(data.path, fetch))  # the user's
     try:
         dataset = data.open_dataset(metadata.model, known=metadata.data)
     except UserError:

@@ -61,7 +61,7 @@ class Piece(NamedTuple):
 
     slot: int  # number of the request's slot
     tokens: list[int]  # ids
-    logprobs: list[float]  # nats, of the raw logits over the whole vocabulary. Empty unless requested
+    logprobs: list[float]  # nats, of raw logits over the whole vocabulary, if requested
     top: list[list[tuple[int, float]]]  # the most probable (id, logprob) in each token's place, best first
     finish: str | None  # "stop" if a stop token was drawn, "length" if no token is left, None if unfinished
 
@@ -80,7 +80,7 @@ class _Slot:
 
 
 class Engine:
-    """The slots of a decoding state, and the requests in them, which come and go while others are decoded."""
+    """The slots of a decoding state, and the requests in them."""
 
     def __init__(
         self,
@@ -344,7 +344,7 @@ def generate(
         sampling: filters of the logits. None means the model's own distribution.
         stop_tokens: ids. A completion ends before the first of them.
         logprobs: also return how likely each token of the completions and of the prompts was.
-        vocab_size: ids from this one on are padding and are never drawn. None means that there is no padding.
+        vocab_size: ids from this one on are padding, never drawn. None means no padding.
         cache_dtype: dtype of keys and values, to bound memory: int8 takes a quarter of float32. None means as the model.
         bucket: tokens that the cache has room for at least. It doubles as needed, so that few lengths compile again.
         slots: prompts decoded together, which bounds memory. Another number may round otherwise. None means all.

@@ -18,7 +18,7 @@ from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, To
 from jaxgpt.errors import UserError, first_line
 
 END = "<|end of the grammar|>"  # a token that no model has: where a mask allows it, the completion may end
-# One space or none, as in compact JSON and as Python writes it: else a weak model writes spaces to the end.
+# One space or none, as in compact JSON and in Python's: else a weak model writes spaces to the end.
 JSON = {"whitespace_pattern": "[ ]?"}
 LONGEST = 2**16  # characters of a grammar. The time to compile one may grow with the square: here it is seconds
 EXACT = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")  # keywords of `check_integers`

@@ -42,7 +42,7 @@ BLOCK = 128  # columns of the cache that attention reads at a time on CPU: 64 co
 
 
 def known_ids(model: GPT, vocab_size: int | None = None) -> int:
-    """Return the number of ids that may be drawn: as many as the model has, and `vocab_size` at most."""
+    """Return the number of ids that may be drawn: the model's, and `vocab_size` at most."""
     assert model.config.vocab_size is not None, "a model with parameters has one"
     return min(model.config.vocab_size, vocab_size or LARGEST_SIZE)
 
@@ -363,7 +363,7 @@ def decode(
         # A slot without a request reads a token at position 0, which nothing reads.
         positions_B = jnp.where(active_B, rows.position_B, 0)
         x_B1D, cache = read(model, params, state.cache, rows.token_B[:, None], positions_B[:, None])
-        logits_BU = apply_model(model, params, x_B1D, method="unembed")[:, 0]  # U ids, of which V may be drawn
+        logits_BU = apply_model(model, params, x_B1D, method="unembed")[:, 0]  # U ids, V drawn
         logits_BV = logits_BU[:, :V]
         keys_B = jax.vmap(jax.random.fold_in)(rows.keys_B, rows.drawn_B)
         token_B = rows.sampling.draw(jnp.where(may_be_BV, logits_BV, -jnp.inf), keys_B, rows.seen_BV)

@@ -26,7 +26,7 @@ LOGITS_AT_ONCE = 256  # positions with logits in memory at once: 50 MB for a voc
 
 
 class LogLikelihood(NamedTuple):
-    """How likely a continuation is after its context, and whether greedy decoding would write it."""
+    """Log-likelihood of a continuation, given its context."""
 
     logprob: float  # nats, summed over its tokens
     is_greedy: bool  # each token is the most probable one: greedy decoding would generate the continuation

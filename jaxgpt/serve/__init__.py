@@ -18,7 +18,7 @@ class ServeOptions(Checked):
     slots: Annotated[int, Interval(ge=1, le=256)] = 8
     # compute every row of the batch in each step, used or not, so that a request's bits do not depend on other requests
     reproducible: bool = False
-    cache_dtype: Precision | None = None  # dtype of keys and values. None means the dtype of the model
+    cache_dtype: Precision | None = None  # dtype of keys and values. None means the model's
     # memory in MB for keys and values of prompts, which later prompts with the same beginning reuse
     prefix_cache_mb: Annotated[int, Interval(ge=0, le=1_048_576)] = 256
     # a file with the key that clients must send. None means JAXGPT_API_KEY, or no key if that is not set
@@ -27,8 +27,8 @@ class ServeOptions(Checked):
     allowed_host: tuple[str, ...] = ()  # names by which clients may call the server, besides localhost and addresses
     # origins of web pages, such as http://localhost:3000, that may use the server. An asterisk means every page
     allowed_origin: tuple[str, ...] = ()
-    model_name: tuple[str, ...] = ()  # names of the model, by default the run directory. Answers have the first
-    any_model: bool = False  # answer requests for any model, for programs that ask for a model of OpenAI
+    model_name: tuple[str, ...] = ()  # by default the run directory. Answers have the first
+    any_model: bool = False  # answer requests for any model, such as one of OpenAI
     timeout: PositiveFloat = 300.0  # seconds after which a request ends
     log_prompts: bool = False  # print prompts and completions on stderr
     # form of the lines on stderr, of which each request has one, without its texts

@@ -87,7 +87,7 @@ def import_model(
         name: directory of a model in Hugging Face's format, its id on the Hub, or a FILE.gguf.
         run_dir: the run directory, absent or empty.
         dtype: the dtype of the parameters. None means as stored, and float32 if quantised.
-        tokenizer: path of another tokenizer.json, or "ids" for none. None means the tokenizer of the model.
+        tokenizer: path of another tokenizer.json, or "ids" for none. None means the model's.
 
     Raises:
         UserError: the model cannot be read, or `run_dir` is not empty. Nothing is written then.

@@ -262,7 +262,7 @@ def _retake(
         state = taken
         due = next(each for each in reversed(metadata.intervals) if each.after < step)
         why, line = why_skipped(metrics), claims.steps.get(step)
-        again = {name: float(value) for name, value in metrics.items() if name != "skipped_in_a_row"}
+        again = {name: float(x) for name, x in metrics.items() if name != "skipped_in_a_row"}
         again["tokens"] = step * experiment.train.batch_size * experiment.model.block_size
         if line is None:
             if why is not None or step % due.log_every == 0 or step == total:
