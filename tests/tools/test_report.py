@@ -1,6 +1,5 @@
 """A run's report: every number again by hand, and the page in a browser."""
 
-import importlib
 import json
 import re
 import shutil
@@ -20,6 +19,7 @@ from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.tools.report import make_report, report
 from tests.browser import unreadable
 from tests.conftest import REPOSITORY
+from tests.helpers import import_pages
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +80,13 @@ def test_what_a_notebook_shows_is_a_line(shown_run):
     """All documented classes that hold arrays, and what the functions of `jaxgpt` return."""
     pages = "".join(page.read_text() for page in (REPOSITORY / "docs/api").glob("*.md"))
     for module, name in re.findall(r"autoclass:: (\S+)\.(\w+)", pages):
-        cls = getattr(importlib.import_module(module), name)
+        cls = getattr(*import_pages("post", module), name)
         hints = [str(hint) for hint in vars(cls).get("__annotations__", {}).values() if "Callable" not in str(hint)]
         if re.search(r"rray\b|Params", " ".join(hints)) and not issubclass(cls, nn.Module | Run):
             assert cls.__repr__ is short_repr, name
 
     many = np.zeros((50, 60))
-    shown = [shown_run, shown_run.metadata, Generated(tokens=[list(range(1000))] * 100), Ablations(1.0, many, many)]
+    shown = [shown_run, shown_run.metadata, Generated(tokens=[[0] * 1000] * 100), Ablations(1.0, many, many)]
     for value in [*shown, Forward(many, {f"h_{layer}/heads": many for layer in range(99)})]:
         assert len(repr(value)) < 1500 and "\n" not in repr(value), repr(value)
     size = count_parameters(shown_run.model.shapes())
