@@ -57,7 +57,14 @@ experiment = dataclasses.replace(
     data=SumRolloutsConfig(group=8, max_new_tokens=5),
     objective=PolicyConfig(),
     optim=UpdatesConfig(learning_rate=1e-4, schedule="constant", weight_decay=0.0),
-    train=dataclasses.replace(sft.train, init_from="runs/arithmetic-sft", steps=250, batch_size=256, eval_every=25),
+    train=dataclasses.replace(
+        sft.train,
+        init_from="runs/arithmetic-sft",
+        steps=250,
+        batch_size=256,
+        eval_every=25,
+        log_every=1,  # `check_ratio` reads what is logged
+    ),
 )
 
 variants = {

@@ -127,7 +127,7 @@ experiment = dataclasses.replace(
     grpo_experiment,
     name="arithmetic-mismatch",
     data=MismatchConfig(group=8, max_new_tokens=5, val_prompts=1024),
-    train=dataclasses.replace(grpo_experiment.train, steps=100),
+    train=dataclasses.replace(grpo_experiment.train, steps=100, log_every=10),
 )
 
 
