@@ -23,16 +23,12 @@ Expected    Written before the first draw from the records; the number of pairs 
             night keeps at least 85%, of 0.01 to 0.02 it keeps 20% to 60%, and below 0.01 less than 15%. Greedy keeps 60% to
             85%, 35% to 60% and 15% to 35%; averaged 90% and more, 60% to 90% and 25% to 50%; the floor 45% to 80%, 15% to 45%
             and 5% to 20%. A night takes 120 to 180 runs, which is 5 to 8 for each proposal.
-            Real nights: none of the null edits is kept, and both planted edits of 0.03 or more are.
 Result      20,000 nights. Without true edits, nights that keep one are 94.75%, 95.34%, 46.73%, 48.27% (floor of means), 5.16%
             (fixed) and 1.00% (the night). With two, true gains of 0.02 and more, 0.01 to 0.02 and below 0.01 are kept by greedy in
             87.7%, 48.6% and 24.7%; averaged 100.0%, 96.8% and 48.8%; the floor 53.0%, 16.9% and 7.1%; the floor of means 94.2%,
             64.9% and 18.1%; fixed 16.8%, 3.0% and 1.3%; the night 98.5%, 66.7% and 10.8%, with 130.8 runs. 2026-11-29.
-            Real night 1, stopped after 16 of 22 proposals and 86 runs: both planted edits were accepted after five pairs
-            (-0.2258 and -0.0597), 14 of 14 null edits given up after two or three. By the first run of each edit, greedy
-            would have kept one null edit, and the floor none. AMD EPYC (family 25 model 17, AVX-512), one shared core.
 Verdict     The night keeps the bound, with the power of a noise floor of six runs, of which half of the nights are wrong. More
-            in ../../docs/findings/autoresearch.md.
+            in ../../docs/findings/autoresearch.md, and nights with real training in `real.py`.
 """
 
 import argparse
@@ -43,8 +39,6 @@ import night
 import numpy as np
 from scipy.special import betaincinv, stdtr  # scipy is a dependency of jax
 
-import jaxgpt
-from jaxgpt.tools.executor import Workers, open_executor
 from jaxgpt.tools.grid import format_table
 
 HERE = Path(__file__).resolve().parent
@@ -223,70 +217,11 @@ def report(nights: int = NIGHTS) -> str:
     return "\n".join(lines)
 
 
-# What real nights begin with, and their edits: two that mend it, and one that only renames parameters, which are then drawn
-# anew with the same distribution.
-FLAWED = """
-experiment = dataclasses.replace(
-    experiment, model=dataclasses.replace(experiment.model, activation="gelu", qk_norm=False)
-)
-"""
-MENDED = [
-    f"\nexperiment = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, {field}))\n"
-    for field in ('activation="relu2"', "qk_norm=True")
-]
-RENAMED = """
-
-from flax import linen as nn
-
-
-class Renamed(nn.Module):
-    inner: nn.Module
-
-    def __call__(self, x_BTD, *, train=False):
-        return self.inner(x_BTD, train=train)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RenamedConfig(type(experiment.model)):
-    def make_mlp(self, layer, compute):
-        return Renamed(inner=super().make_mlp(layer, compute))
-
-
-fields = {field.name: getattr(experiment.model, field.name) for field in dataclasses.fields(experiment.model)}
-experiment = dataclasses.replace(experiment, model=RenamedConfig(**fields))
-"""
-
-
-def run_real(place: Path, number: int, text: str, on: str | None) -> list[dict]:
-    """Run or resume a real night, the planted edits at random places, and return its history."""
-    place.mkdir(parents=True, exist_ok=True)
-    base = place / "flawed.py"
-    base.write_text((HERE.parent / "laptop/base.py").read_text() + FLAWED)
-    edits = np.random.default_rng(number).permutation([*MENDED, *[RENAMED] * NULL])
-
-    def propose(folder: Path, proposal: int) -> None:
-        (folder / "candidate.py").write_text((folder / "base.py").read_text() + edits[proposal - 1])
-
-    values = {"train.steps": 100, "data.path": text}
-    with open_executor(Workers(on=on), place) as executor:
-        opened = night.Night(place, base, values, proposals=len(edits), seed=number)
-        return opened.go_on(propose, lambda said: print(said, flush=True), executor)
-
-
 def main(argv: list[str] | None = None) -> None:
-    """Print the tables of drawn nights, or run a real one."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nights", type=int, default=NIGHTS)
-    parser.add_argument("--real", type=int, help="number of a real night, from 1")
-    parser.add_argument("--runs", type=Path, default=Path("runs/autoresearch"), help="folder of real nights")
-    parser.add_argument("--text", type=Path, help="file of Tiny Shakespeare, for a real night")
-    parser.add_argument("--on", help="local:2 or ray, as for `jaxgpt study`. None means this process")
-    options = parser.parse_args(argv)
-    if options.real is None:
-        print(report(options.nights))
-        return
-    jaxgpt.configure_jax()
-    run_real(options.runs / str(options.real), options.real, str(options.text.resolve()), options.on)
+    print(report(parser.parse_args(argv).nights))
 
 
 if __name__ == "__main__":

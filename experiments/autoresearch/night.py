@@ -136,7 +136,7 @@ class Night:
             return {"verdict": REFUSED, "why": why}
         texts = [file.read_text().splitlines() for file in (base, self.edit(number))]
         changed = [x for x in difflib.unified_diff(*texts, n=0, lineterm="") if x[:2] not in ("--", "++", "@@")]
-        tested = {"level": level_of(self.history, self.proposals), "changed": changed, "losses": []}
+        tested = {"level": level_of(self.history, self.proposals), "changed": changed, "base": [], "losses": []}
         verdict = None
         while verdict is None:
             seed = (self.seed * 1000 + number) * 100 + len(tested["losses"])
@@ -149,6 +149,7 @@ class Night:
                 raise UserError(f"{grid[0][2]}: the base has no loss, {ours.failure}")
             if not its.losses:
                 return tested | {"verdict": GIVEN_UP, "why": f"seed {seed}: {its.failure}"}
+            tested["base"].append(ours.losses[-1])
             tested["losses"].append(its.losses[-1] - ours.losses[-1])
             verdict = decide(tested["losses"], tested["level"])
         evidence, gain = weigh(np.array(tested["losses"]))[-1], float(np.mean(tested["losses"]))

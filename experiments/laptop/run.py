@@ -514,7 +514,12 @@ def report() -> str:
     lines += report_widths()
     lines += report_steps(WIDTHS[0], [*OVER, *NEARER], {"track 3's": NEARER_TRACK_3})
     for width in WIDTHS[:2]:  # the order of four of track 3, with SOAP as it is there
-        lines += report_steps(width, ["adamw", "muon", "shampoo", WIDER], {})
+        four = ["adamw", "muon", "shampoo", WIDER]
+        lines += report_steps(width, four, {})
+        if len(losses_at(width, four)[0]) > 1:
+            first, *others = (draw[WIDER] / draw["muon"] for draw in bootstrap(width, four))
+            low, high = np.percentile(others, [2.5, 97.5])
+            lines += [f"{WIDER}, by Muon's steps: {first:.2f} ({low:.2f} to {high:.2f})", ""]
     runs = {
         name: read("optimizers").get(str(WIDTHS[0]), {}).get(name, {}).get(str(LONGER), {}) for name in NEARER_TRACK_3
     }
