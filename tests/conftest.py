@@ -120,38 +120,37 @@ def real_text():
 
 
 # What takes longest comes first, so that no process is left alone with one of these at the end.
-LONGEST = (
-    "test_lessons.py",
-    "tools/plan/test_slices.py",
-    "tools/plan/test_gpu_plans.py",
-    "test_docs.py",
-    "parallel/test_strategies.py",
-    "test_transformer_2017.py",
-    "test_session.py",
-    "test_model.py",
-    "runs/test_pretrained.py",
-    "parallel/test_multihost.py",
-    "test_bad_input.py",
-)
+LONGEST = """test_lessons.py tools/plan/test_slices.py tools/plan/test_gpu_plans.py test_docs.py
+parallel/test_strategies.py test_transformer_2017.py test_session.py test_model.py
+runs/test_pretrained.py parallel/test_multihost.py test_bad_input.py""".split()
 # The laws of the core, within a minute; rematerialised models take the longest to compile.
-QUICK = (
-    *(f"layers/test_{name}.py" for name in ("attention", "cache", "linear", "mlp", "norm", "position")),
-    "config/test_config.py",
-    *(f"test_{name}.py" for name in ("loss", "model", "optim", "train")),
+QUICK = tuple(
+    """layers/test_attention.py layers/test_mlp.py layers/test_norm.py layers/test_position.py config/test_config.py
+    test_loss.py test_model.py test_optim.py test_train.py""".split()
 )
 # Where slow tests hold a number of ours: results that are equal bit for bit or to another implementation, kills, the
 # programs of TPUs and GPUs. CI runs these, and tests/all.sh the other slow ones.
-NUMBERS = (
-    *(f"{folder}/" for folder in ("faults", "gguf", "hf", "interventions", "layers", "runs", "sample", "tools/plan")),
-    *("parallel/test_mesh.py", "parallel/test_multihost.py", "parallel/test_signals.py"),
-    *("data/", "tools/test_replay.py"),
-    *(f"test_{name}.py" for name in ("model", "mup", "old_runs", "session")),
+NUMBERS = tuple(
+    """faults/ gguf/ hf/ interventions/ layers/ runs/ sample/ tools/plan/ data/ parallel/test_mesh.py
+    parallel/test_multihost.py parallel/test_signals.py tools/test_replay.py test_model.py test_mup.py
+    test_old_runs.py test_session.py""".split()
 )
 # Comparisons with torch, transformers, PEFT and TRL.
-PEERS = (
-    *(f"hf/test_{name}.py" for name in ("adapters", "conversations", "in_and_out", "parity")),
-    *(f"zoo/test_{name}.py" for name in ("alibi", "differential_attention", "import_hf", "qwen3_next")),
-    "post/test_trl_parity.py",
+PEERS = tuple(
+    """hf/test_adapters.py hf/test_conversations.py hf/test_in_and_out.py hf/test_parity.py
+    zoo/test_alibi.py zoo/test_differential_attention.py zoo/test_import_hf.py zoo/test_qwen3_next.py
+    post/test_trl_parity.py""".split()
+)
+# Slow tests of CI as well, since each takes seconds and few changes move it.
+SECOND = tuple(
+    """test_the_examples_of_the_functions test_greedy_tokens_and_activations_are_pythons[quickstart]
+    test_samples_evaluates_exports_and_goes_on[muon] test_a_loop_of_known_length_draws_the_same[learned]
+    test_the_loss_of_a_model_and_its_gradient test_the_base_is_scored_and_an_export_has_its_context
+    test_a_batch_follows_one_grammar test_long_documents_are_cut_where_words_end[bytes-100]
+    test_packed_float32_weights_change_nothing test_a_call_that_must_be_has_arguments_that_are_right
+    test_after_the_warm_up_nothing_compiles[True] test_a_cache_that_is_named_lies_there_or_nowhere
+    test_a_seed_gives_the_text_of_sample test_the_best_loss_so_far_is_that_of_the_checkpoints
+    test_places_are_those_of_the_largest test_nobody_there test_a_mistake_is_one_line_and_nothing_is_written[not""".split()
 )
 # Tests of what lies outside the package are slow, apart from one file of a folder.
 OUTSIDE = {"zoo": "", "post": "test_rollouts.py"}
@@ -163,14 +162,14 @@ MEMORY = 4 * 2**30  # bytes for each process of the tests; the largest seen took
 def pytest_collection_modifyitems(items):
     tests = Path(__file__).parent
     for item in items:
-        path = item.path.relative_to(tests).as_posix()
+        path, is_second = item.path.relative_to(tests).as_posix(), item.name.startswith(SECOND)
         if path.startswith(QUICK) and "remat" not in item.name and not item.get_closest_marker("slow"):
             item.add_marker("quick")
-        if path.startswith(NUMBERS):
+        if path.startswith(NUMBERS) or is_second:
             item.add_marker("numbers")
         if path.startswith(PEERS):
             item.add_marker("peers")
-        if OUTSIDE.get(item.path.parent.name, item.path.name) != item.path.name:
+        if OUTSIDE.get(item.path.parent.name, item.path.name) != item.path.name or is_second:
             item.add_marker("slow")
     items.sort(key=lambda item: next((n for n, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
 
