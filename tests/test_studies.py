@@ -112,7 +112,7 @@ def test_memorisation_is_of_what_it_writes(tiny_run):
 def test_the_records_keep_their_rules_and_no_forecast_is_edited(monkeypatch):
     assert not any(script("records").check_page(str(REPOSITORY / "experiments/RECORDS.md")).values())
     monkeypatch.syspath_prepend(REPOSITORY / "experiments/laptop")
-    assert all(text in (REPOSITORY / "docs/forecasts.md").read_text() for text in script("laptop/forecasts").signed())
+    assert all(text in (REPOSITORY / "docs/findings/forecasts.md").read_text() for text in script("laptop/forecasts").signed())
 
 
 EXPERIMENTS = """

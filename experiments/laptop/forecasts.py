@@ -21,8 +21,8 @@ Expected    Written before the first run, of the difference in nats after 200 st
             age of 50 is a quarter of the run; 0 (-0.01 to +0.01) after 800.
             346, Ember: 0 (-0.012 to +0.012) at both lengths.
             360, sampled softmax: +0.012 (0 to +0.03) after 200 steps, and +0.008 (0 to +0.02) after 800.
-Result      see ../../docs/forecasts.md.
-Verdict     open: see ../../docs/forecasts.md.
+Result      see ../../docs/findings/forecasts.md.
+Verdict     open: see ../../docs/findings/forecasts.md.
 """
 
 import argparse

@@ -12,7 +12,7 @@ Change      The table of the input alone, 65 rows here against 50,304 there; the
 Command     jaxgpt study experiments/zoo/ember.py
 Expected    see ../laptop/forecasts.py.
 Result      see ../laptop/forecasts.py. The study of eight seeds has not been run.
-Verdict     see ../../docs/forecasts.md.
+Verdict     see ../../docs/findings/forecasts.md.
 """
 
 import dataclasses

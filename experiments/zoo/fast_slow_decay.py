@@ -12,7 +12,7 @@ Change      The phases are shares of all steps (0.032, 0.064, 0.56), and the rat
 Command     jaxgpt study experiments/zoo/fast_slow_decay.py
 Expected    see ../laptop/forecasts.py.
 Result      see ../laptop/forecasts.py. The study of eight seeds has not been run.
-Verdict     see ../../docs/forecasts.md.
+Verdict     see ../../docs/findings/forecasts.md.
 """
 
 import dataclasses

@@ -13,7 +13,7 @@ Change      The beginning is a share of the steps (0.24). Ages are in steps, sin
 Command     jaxgpt study experiments/zoo/kmaxwell.py
 Expected    see ../laptop/forecasts.py.
 Result      see ../laptop/forecasts.py. The study of eight seeds has not been run.
-Verdict     see ../../docs/forecasts.md.
+Verdict     see ../../docs/findings/forecasts.md.
 """
 
 import dataclasses

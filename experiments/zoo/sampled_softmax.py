@@ -15,7 +15,7 @@ Change      An objective of one's own. The targets of a batch here are nearly al
 Command     jaxgpt study experiments/zoo/sampled_softmax.py
 Expected    see ../laptop/forecasts.py.
 Result      see ../laptop/forecasts.py. The study of eight seeds has not been run.
-Verdict     see ../../docs/forecasts.md.
+Verdict     see ../../docs/findings/forecasts.md.
 """
 
 import dataclasses

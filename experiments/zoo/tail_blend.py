@@ -12,7 +12,7 @@ Change      It wraps Muon, as `ema_tail.py` does. tau and the beginning are shar
 Command     jaxgpt study experiments/zoo/tail_blend.py
 Expected    see ../laptop/forecasts.py.
 Result      see ../laptop/forecasts.py. The study of eight seeds has not been run.
-Verdict     see ../../docs/forecasts.md.
+Verdict     see ../../docs/findings/forecasts.md.
 """
 
 import dataclasses
