@@ -11,18 +11,18 @@ Command     python experiments/autoresearch/real.py 1 --text shakespeare.txt    
 Expected    Written before the first night: none of the null edits is kept, and both planted edits of 0.03 or more are.
             Written after 16 of the 22 proposals of a first night 1, which has begun anew since then: greedy keeps a null edit in
             at least eight of ten nights, and the floor in three to seven.
-Result      7 nights, 115.1 runs each, one core each of a shared AMD EPYC (family 25, model 17, AVX-512), Python 3.13.0, jax
+Result      9 nights, 113.8 runs each, one core each of a shared AMD EPYC (family 25, model 17, AVX-512), Python 3.13.0, jax
             0.12.0.1, 2026-11-29; 95% intervals:
 
             rule    null edits kept             true edits kept             nights that keep a null edit
-            greedy  35 of 140 (18.1% to 33.0%)  14 of 14 (76.8% to 100.0%)  7 of 7 (59.0% to 100.0%)
-            floor   15 of 140 (6.1% to 17.1%)   14 of 14 (76.8% to 100.0%)  5 of 7 (29.0% to 96.3%)
-            night   0 of 140 (0.0% to 2.6%)     14 of 14 (76.8% to 100.0%)  0 of 7 (0.0% to 41.0%)
+            greedy  41 of 180 (16.9% to 29.6%)  18 of 18 (81.5% to 100.0%)  9 of 9 (66.4% to 100.0%)
+            floor   18 of 180 (6.0% to 15.3%)   18 of 18 (81.5% to 100.0%)  7 of 9 (40.0% to 97.2%)
+            night   0 of 180 (0.0% to 2.0%)     18 of 18 (81.5% to 100.0%)  0 of 9 (0.0% to 33.6%)
 
-            An edit took 2.4 pairs if it was null, and 5.0 if true. The gains were 0.0492 to 0.2263. Null pairs have a
-            deviation of 0.0041.
-Verdict     It does: no null edit in seven nights, and every true one. Of greedy at least eight in ten nights were expected to keep a
-            null edit, and 7 of 7 do; of the floor three to seven in ten, and 5 of 7 do.
+            An edit took 2.3 pairs if it was null, and 5.0 if true. The gains were 0.0492 to 0.2310. Null pairs have a
+            deviation of 0.0039.
+Verdict     It does: no null edit in nine nights, and every true one. Of greedy at least eight in ten nights were expected to keep a
+            null edit, and 9 of 9 do; of the floor three to seven in ten, and 7 of 9 do.
 """
 
 import argparse
