@@ -26,7 +26,8 @@ TIMES = """
 minimal: half a minute; sancho_mini: 180 s; shakespeare_char: 75 s; speedrun_shakespeare: 8.1 s;
 speedrun_shakespeare_long: 216 s; chat_sft: 175 s; orders: 165 s; transformer_2017/train: 262 s;
 post/chat_from_nothing: 30 minutes; learning_rate_transfer: 75 minutes; scaling_laws: 30 minutes;
-induction_heads: 8.6 minutes; laptop/run: 12 hours; autoresearch/measure: half a minute; autoresearch/real: 18 minutes, one core; laptop/base: 18.5 s, one core;
+induction_heads: 8.6 minutes; laptop/run: 12 hours; laptop/base: 18.5 s, one core;
+autoresearch/measure: half a minute; autoresearch/real: 18 minutes, one core;
 laptop/entries: 15.9 and 25.0 s, one core; interpretability/inspect_run: half a minute; speculative: seconds;
 post/dpo: 44 s and 24 s; post/grpo_arithmetic: 114 to 135 s; post/length_hacking: 74 to 85 s;
 step_cost: 2 to 7 minutes; benchmarks/gpu: 12 minutes of a GPU

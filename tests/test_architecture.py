@@ -205,7 +205,7 @@ BUDGET = {
     "tests": 21_478,
 }
 # Nodes of Python's syntax tree, which no formatting changes: lines alone became dense.
-NODES = {"all of jaxgpt": 178_754, "tests": 194_812}
+NODES = {"all of jaxgpt": 178_754, "tests": 194_808}
 FILES = 120  # of the package
 
 

@@ -2,7 +2,7 @@
 
 Question    Of nights with 20 edits that change nothing and two true ones, how many keep an edit that changes nothing? Which
             true gains are kept, and what does each rule cost in runs?
-Reference   see `night.py`. Runs are those of `../laptop/run.py`: 603 of one configuration, whose seeds stand for edits that
+Reference   see `night.py`. The runs come from `../laptop/run.py`: 603 of one configuration, whose seeds stand for edits that
             change nothing, and 20 pairs of each of 13 ideas and of three optimisers, 384,120 parameters.
 Rules       greedy     one run of each edit, kept if it is below the last one that was kept
             averaged   the same with the mean of as many runs as the night needs for each proposal, rounded up
@@ -45,7 +45,7 @@ HERE = Path(__file__).resolve().parent
 RECORDS = HERE.parent / "results/laptop"
 NULL, TRUE, NIGHTS = 20, 2, 20_000  # edits of a night, and nights
 RULES = ("greedy", "averaged", "floor", "floor of means", "fixed", "night")
-RUNS = 6  # of a proposal, as many as the night needs, for the rules with means
+RUNS = 6  # how many a proposal gets under the rules with means: about as many as the night needs
 SIZES = (0.02, 0.01, 0.0)  # least gains of three groups of true edits
 # Pairs of records: steps, one and another optimiser, and which of them is the base.
 OPTIMIZERS = [
@@ -112,7 +112,7 @@ class Nights:
     def keep(self, rule: str, runs: int = 1) -> dict[str, np.ndarray]:
         """Return what a rule keeps [nights, proposals], its runs [nights], and what it says it gained [nights].
 
-        runs: of each proposal, for the rules that fix them.
+        runs: how many a proposal gets, for the rules that fix this number.
         """
         nights, proposals = self.kinds.shape
         kept, cost, said = np.zeros((nights, proposals), bool), np.zeros(nights), np.zeros(nights)

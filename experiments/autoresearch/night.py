@@ -56,7 +56,7 @@ def weigh(losses: np.ndarray) -> np.ndarray:
     n = np.arange(1, x.shape[-1] + 1)
     root = np.sqrt((x * x).cumsum(-1))
     t = x.cumsum(-1) / np.where(root > 0, root, 1.0)
-    precision = n + SPREAD**-2  # of the mean in deviations, with its prior
+    precision = n + SPREAD**-2  # what is known of the mean, in deviations, by the pairs and the prior
     both_sides = (1 - t**2 / precision) ** (-n / 2) / np.sqrt(n * SPREAD**2 + 1)
     return 2 * both_sides * stdtr(n, -t * np.sqrt(n / (precision - t**2)))
 

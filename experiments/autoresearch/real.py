@@ -40,7 +40,7 @@ from jaxgpt.tools.grid import format_table
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results/autoresearch"  # a file for each night
-SHOWN = ("verdict", "base", "losses")  # of each proposal
+SHOWN = ("verdict", "base", "losses")  # what the file of a night has of each proposal
 # What real nights begin with, and their edits: two that mend it, and one that only renames parameters, which are then drawn
 # anew with the same distribution.
 FLAWED = """
@@ -94,9 +94,10 @@ def run(place: Path, number: int, text: str, on: str | None) -> list[dict]:
 
 
 def keep_first(told: list[dict], floor: bool) -> list[bool]:
-    """Return what is kept in a real night by one run of each edit: below the last kept, or below it by twice the floor.
+    """Return what a rule with one run of each edit would have kept: those below the last kept run, or far below it.
 
-    The runs are those of the night. Where another edit had been kept by then, its mean gain is taken off or put on.
+    It takes the first run that the night made of each edit. Where the night and the rule have not kept the same true edits
+    by then, the loss is corrected by their mean gains. floor: a loss has to be lower by twice the difference of two runs.
     """
     best, other = told[0]["base"][0], told[0]["base"][1]
     noise, shift, kept = 2 * abs(best - other) if floor else 0.0, 0.0, []

@@ -363,7 +363,7 @@ def decode(
         # A slot without a request reads a token at position 0, which nothing reads.
         positions_B = jnp.where(active_B, rows.position_B, 0)
         x_B1D, cache = read(model, params, state.cache, rows.token_B[:, None], positions_B[:, None])
-        logits_BU = apply_model(model, params, x_B1D, method="unembed")[:, 0]  # U ids, V drawn
+        logits_BU = apply_model(model, params, x_B1D, method="unembed")[:, 0]  # U ids, at least V
         logits_BV = logits_BU[:, :V]
         keys_B = jax.vmap(jax.random.fold_in)(rows.keys_B, rows.drawn_B)
         token_B = rows.sampling.draw(jnp.where(may_be_BV, logits_BV, -jnp.inf), keys_B, rows.seen_BV)

@@ -154,7 +154,7 @@ class Plan:
     accumulation: int
     parameters: int
     tokens_per_step: int
-    flops_per_token: float | None  # 6 per parameter and 12 L D T. None with own modules
+    flops_per_token: float | None  # 6 per parameter and 12 L D T. None for a user's modules
     executed_flops_per_token: float | None  # a lower bound: without masked scores, and without recomputation
     memory: int  # bytes on one device: state, batch and temporaries
     state_memory: int  # the part of `memory` for parameters and optimiser state
